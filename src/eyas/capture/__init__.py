@@ -1,0 +1,1 @@
+"""Samples times engine to store: plan, run, check."""

@@ -1,0 +1,236 @@
+"""Every knob, in one frozen tree: one TOML file, one dotted path per field, one default, one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eyas.errors import ConfigError
+
+GB = 1_000_000_000
+
+
+class Section(BaseModel):
+    """A frozen part of the tree; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TargetConfig(Section):
+    """The model whose hidden states are captured."""
+
+    path: Path | None = None
+    """Directory with `config.json`, weights as safetensors and the tokenizer."""
+    trust_remote_code: bool = False
+    """Run Python code that the target brings along."""
+
+
+class DataConfig(Section):
+    """Conversations and the sample table made of them."""
+
+    sources: tuple[Path, ...] = ()
+    """JSONL files of conversations."""
+    samples: Path | None = None
+    """The sample table (`samples.parquet`): written by `prepare`, read by `plan`, `capture` and `inspect`."""
+    max_tokens: int = Field(4096, ge=2)
+    """Longer samples are dropped, with a count."""
+
+
+class GenerateConfig(Section):
+    """Answers from the target, in-process."""
+
+    prompts: Path | None = None
+    """JSONL of conversations whose assistant turns are to be answered."""
+    out: Path | None = None
+    """JSONL of answered conversations, generated token ids kept."""
+    max_new_tokens: int = Field(256, ge=1)
+    temperature: float = Field(0.0, ge=0.0)
+    """0 is greedy."""
+    batch_size: int = Field(16, ge=1)
+    seed: int = 0
+
+
+class EngineConfig(Section):
+    """Who computes hidden states."""
+
+    kind: Literal["hf", "fake"] = "hf"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """`auto` is the dtype of the target's own config."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    batch_tokens: int = Field(8192, ge=1)
+    """Tokens in one forward, padding included; a longer sample gets a forward of its own."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Options handed to the engine untouched."""
+
+
+class CaptureConfig(Section):
+    """Samples times engine to shards."""
+
+    out: Path | None = None
+    """Directory of the data set."""
+    aux_layers: tuple[int, ...] | None = None
+    """Hidden-state indices; default `[2, L//2, L-3]`."""
+    limit: int | None = Field(None, ge=1)
+    """At most this many samples; raise it later and only the rest is captured."""
+    tags: tuple[str, ...] = ()
+    """Only samples with one of these tags."""
+    sources: tuple[str, ...] = ()
+    """Only samples from one of these sources."""
+    seed: int = 0
+    """Order of the samples in the data set."""
+    shard_tokens: int | None = Field(None, ge=1)
+    """Tokens in a shard; default: as many as fill 1 GiB."""
+    in_flight_bytes: int = Field(2 * GB, ge=1)
+    """Bytes of hidden states that may exist outside the data set at one time."""
+    max_reject_fraction: float = Field(0.01, ge=0.0, le=1.0)
+    """The run stops when more than this share of the planned samples is rejected."""
+    max_reject_burst: int = Field(20, ge=1)
+    """The run stops after this many rejects in a row."""
+    check_fraction: float = Field(0.002, ge=0.0, le=1.0)
+    """Share of the samples whose values are checked during the run; the probe at the start is always checked."""
+    max_attempts: int = Field(5, ge=1)
+    """Tries of one sample before it is rejected as unavailable."""
+    backoff_s: float = Field(1.0, ge=0.0)
+    """First pause after a retryable failure; doubles up to 60 s."""
+    timeout_s: float = Field(600.0, gt=0.0)
+    """Time for the answer to one sample, beside `timeout_s_per_1k_tokens`."""
+    timeout_s_per_1k_tokens: float = Field(60.0, ge=0.0)
+    min_free_bytes: int = Field(2 * GB, ge=0)
+    """The run stops cleanly when the disk has less left than this."""
+    interval_s: float = Field(10.0, gt=0.0)
+    """Seconds between two progress lines in a file."""
+
+
+class Config(Section):
+    """The whole tree; pass the section that is needed, never the tree."""
+
+    target: TargetConfig = TargetConfig()
+    data: DataConfig = DataConfig()
+    generate: GenerateConfig = GenerateConfig()
+    engine: EngineConfig = EngineConfig()
+    capture: CaptureConfig = CaptureConfig()
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The tree from a TOML file and `section.field=value` overrides.
+
+    Paths in the file are relative to the file, paths in overrides to the working directory. Raises ConfigError with one
+    line per problem, naming the file, the field and the nearest known name.
+    """
+    tree: dict[str, Any] = {}
+    problems: list[str] = []
+    if path is not None:
+        tree = _read(path)
+        problems += _unknown(tree, str(path))
+        _resolve_paths(tree, path.resolve().parent)
+    for override in overrides:
+        problems += _apply(tree, override)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        where = f"{path}: " if path is not None else ""
+        lines = [f"{where}{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def dump(config: Config) -> str:
+    """The resolved tree as TOML; fields that are unset are left out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; give the path of a run's TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _sections() -> dict[str, type[Section]]:
+    return {name: typing.cast(type[Section], f.annotation) for name, f in Config.model_fields.items()}
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else f"; known here: {', '.join(known)}"
+
+
+def _unknown(tree: dict[str, Any], where: str) -> list[str]:
+    problems = []
+    sections = _sections()
+    for section, values in tree.items():
+        if section not in sections:
+            problems.append(f"{where}: unknown section '{section}'{_nearest(section, list(sections))}")
+        elif not isinstance(values, dict):
+            problems.append(f"{where}: '{section}' must be a table, as in [{section}]")
+        else:
+            known = list(sections[section].model_fields)
+            problems += [
+                f"{where}: unknown key '{section}.{key}'{_nearest(key, known)}" for key in values if key not in known
+            ]
+    return problems
+
+
+def _apply(tree: dict[str, Any], override: str) -> list[str]:
+    dotted, equals, text = override.partition("=")
+    parts = dotted.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        return [f"'{override}' is not of the form section.field=value"]
+    section, name, *inner = parts
+    problems = _unknown({section: {name: None}}, f"'{override}'")
+    if problems:
+        return problems
+    if inner and name != "extra":
+        return [f"'{override}': {section}.{name} has no fields"]
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    node = tree.setdefault(section, {})
+    if inner:
+        node = node.setdefault(name, {})
+        for part in inner[:-1]:
+            node = node.setdefault(part, {})
+        name = inner[-1]
+    node[name] = value
+    if not inner:
+        _resolve_paths({section: node}, Path.cwd(), only=name)
+    return []
+
+
+def _holds_paths(annotation: Any) -> bool:
+    if annotation is Path:
+        return True
+    if typing.get_origin(annotation) in (tuple, typing.Union, types.UnionType):
+        return any(_holds_paths(arg) for arg in typing.get_args(annotation))
+    return False
+
+
+def _resolve_paths(tree: dict[str, Any], base: Path, only: str | None = None) -> None:
+    for section, values in tree.items():
+        model = _sections().get(section)
+        if model is None or not isinstance(values, dict):
+            continue
+        for name, field in model.model_fields.items():
+            if name not in values or (only is not None and name != only) or not _holds_paths(field.annotation):
+                continue
+            value = values[name]
+            if isinstance(value, str):
+                joined = base / Path(value).expanduser()
+                values[name] = [joined] if typing.get_origin(field.annotation) is tuple else joined
+            elif isinstance(value, list):
+                values[name] = [base / Path(v).expanduser() if isinstance(v, str) else v for v in value]

@@ -1,0 +1,1 @@
+"""Conversations to samples: sources, chat template and loss mask, sample table."""

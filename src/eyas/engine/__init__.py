@@ -1,0 +1,1 @@
+"""Who computes hidden states: the seam (`base`) and its adapters."""

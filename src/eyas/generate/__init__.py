@@ -1,0 +1,1 @@
+"""Answers from the target, token ids kept."""

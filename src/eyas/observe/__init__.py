@@ -1,0 +1,1 @@
+"""Events, heartbeat and status: is it alive, how far, how fast, what is wrong."""

@@ -1,0 +1,1 @@
+"""The target's files: digest, structure, head, and the embedded default target."""
