@@ -50,9 +50,12 @@ def sample_id_of(token_ids: npt.ArrayLike, non_text_digest: bytes = b"") -> str:
     return digest_bytes(SAMPLE_TAG, ids.tobytes(), non_text_digest)
 
 
-def shard_id_of(sample_ids: Iterable[str]) -> str:
-    """A shard's identity: xxh3-128 of a tag and its ordered sample ids (16 bytes each)."""
-    h = xxhash.xxh3_128(SHARD_TAG)
+def shard_id_of(sample_ids: Iterable[str], attempt: int = 0) -> str:
+    """A shard's identity: xxh3-128 of a tag and its ordered sample ids (16 bytes each).
+
+    The how-manieth retry enters as four little-endian bytes behind the tag; a first try (0) adds nothing.
+    """
+    h = xxhash.xxh3_128(SHARD_TAG + (attempt.to_bytes(4, "little") if attempt else b""))
     for sample_id in sample_ids:
         h.update(bytes.fromhex(sample_id))
     return h.hexdigest()

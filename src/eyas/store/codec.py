@@ -1,0 +1,33 @@
+"""How a field's logical bytes are stored. Version 1 knows one way: `raw`, one part, the bytes themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from eyas.errors import StoreError
+
+RAW = "raw"
+WHOLE = ""
+"""Name of the only part of a `raw` field."""
+
+CODECS = (RAW,)
+
+
+def require(codec: str, path: object) -> None:
+    """Refuse a codec that this version cannot decode, before any byte is read."""
+    if codec not in CODECS:
+        raise StoreError(
+            f"{path}: codec '{codec}' is unknown to this eyas (known: {', '.join(CODECS)}); use a newer one",
+            path=str(path),
+        )
+
+
+def part_tensor(sample_index: int, field: str, part: str) -> str:
+    """The safetensors name of a part: `{i}.{field}`, and `.{part}` where it has a name."""
+    return f"{sample_index}.{field}.{part}" if part else f"{sample_index}.{field}"
+
+
+def decode(codec: str, parts: Mapping[str, memoryview]) -> memoryview:
+    """Logical bytes of a field from its stored parts; `raw` gives the buffer itself."""
+    assert codec == RAW
+    return parts[WHOLE]

@@ -1,0 +1,195 @@
+"""The plan on disk: an append-only list of segments, each a Parquet file with one row group per shard.
+
+A segment carries the token ids themselves, in plan order, so that capture streams it and needs nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eyas.errors import ShardCorrupt, StoreError
+from eyas.records import FORMAT_VERSION, TokenIds, is_digest, sample_id_of, shard_id_of
+from eyas.store.files import Files, link_if_absent, temporary_name
+
+MAX_SHARD_SAMPLES = 16_384
+"""Keeps headers and records small when samples are tiny."""
+
+SCHEMA = pa.schema([("sample_id", pa.binary(16)), ("num_tokens", pa.int32()), ("token_ids", pa.large_list(pa.int32()))])
+_HEAD = b"eyas.segment"
+_SHARDS = b"eyas.shards"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHead:
+    """Why a segment exists and what it is a function of."""
+
+    number: int
+    kind: str
+    """`capture`, `retry` or `merge`."""
+    attempt: int
+    """0, or the how-manieth retry this is: it enters the shard ids, so that a retry never meets an old record."""
+    seed: int
+    shard_tokens: int
+    samples_digest: str
+    """Digest of the sample table that it was planned from."""
+    selection: dict[str, Any]
+    """The subset that was asked for."""
+    num_samples: int = 0
+    num_new: int = 0
+    """Samples that no earlier segment covers."""
+    num_tokens: int = 0
+    num_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One shard of a segment: where it stands and how large it is."""
+
+    segment: int
+    row_group: int
+    shard_id: str
+    num_samples: int
+    num_tokens: int
+
+
+def cut(samples: Iterable[tuple[str, TokenIds]], shard_tokens: int) -> Iterator[list[tuple[str, TokenIds]]]:
+    """Cut ordered samples into shards: a shard ends before the sample that would take it past `shard_tokens`."""
+    shard: list[tuple[str, TokenIds]] = []
+    tokens = 0
+    for sample in samples:
+        if shard and (tokens + len(sample[1]) > shard_tokens or len(shard) >= MAX_SHARD_SAMPLES):
+            yield shard
+            shard, tokens = [], 0
+        shard.append(sample)
+        tokens += len(sample[1])
+    if shard:
+        yield shard
+
+
+class Segment:
+    """One segment, open for reading. Memory is that of its list of shards, not of its samples."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False)
+            metadata = self._file.schema_arrow.metadata or {}
+            self.head = SegmentHead(**json.loads(metadata[_HEAD]))
+            shards = json.loads(metadata[_SHARDS])
+        except FileNotFoundError:
+            raise StoreError(f"{path}: no such segment of the plan", path=path) from None
+        except (pa.ArrowInvalid, OSError, KeyError, TypeError, ValueError) as error:
+            raise ShardCorrupt(
+                f"{path}: not a segment of a plan ({error}); restore it from a copy", path=path
+            ) from None
+        self.shards = [
+            ShardPlan(self.head.number, i, shard_id, num_samples, num_tokens)
+            for i, (shard_id, num_samples, num_tokens) in enumerate(shards)
+        ]
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def read(self, shard: ShardPlan) -> list[tuple[str, TokenIds]]:
+        """`(sample_id, token_ids)` of one shard, in plan order, checked against the shard's id."""
+        try:
+            table = self._file.read_row_group(shard.row_group, use_threads=False)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ShardCorrupt(
+                f"{self.path}: shard {shard.shard_id} cannot be read ({error})", path=self.path
+            ) from None
+        ids = [value.hex() for value in table["sample_id"].to_pylist()]
+        lists = table["token_ids"].combine_chunks()
+        values = lists.values.to_numpy(zero_copy_only=False)
+        offsets = lists.offsets.to_numpy()
+        samples = [
+            (sample_id, np.array(values[a:b], dtype=np.int32))
+            for sample_id, a, b in zip(ids, offsets[:-1], offsets[1:], strict=True)
+        ]
+        if shard_id_of(ids, self.head.attempt) != shard.shard_id:
+            raise ShardCorrupt(f"{self.path}: samples of shard {shard.shard_id} are not those planned", path=self.path)
+        for sample_id, token_ids in samples:
+            if sample_id_of(token_ids) != sample_id:
+                raise ShardCorrupt(f"{self.path}: token ids of sample {sample_id} differ from its id", path=self.path)
+        return samples
+
+    def ids(self) -> Iterator[tuple[ShardPlan, list[bytes], list[int]]]:
+        """`(shard, sample ids, token counts)` without token ids: ids as 16 bytes each."""
+        for shard in self.shards:
+            table = self._file.read_row_group(shard.row_group, columns=["sample_id", "num_tokens"], use_threads=False)
+            yield shard, table["sample_id"].to_pylist(), table["num_tokens"].to_pylist()
+
+
+def write_segment(
+    files: Files, path: Path, head: SegmentHead, shards: Iterable[tuple[list[tuple[str, TokenIds]], list[bool]]]
+) -> SegmentHead | None:
+    """Write a segment shard by shard; `(samples, is each new)` for each. None, and no file, when there are no samples.
+
+    Returns the head with its counts. The name appears complete or not at all; an existing one is an error.
+    """
+    temporary = temporary_name(path)
+    listing: list[tuple[str, int, int]] = []
+    num_new = num_new_tokens = 0
+    files.close(files.create(temporary))
+    with pq.ParquetWriter(temporary, SCHEMA, compression="zstd", use_dictionary=False) as out:
+        for samples, new in shards:
+            lengths = [len(token_ids) for _, token_ids in samples]
+            out.write_table(_table(samples), row_group_size=len(samples))
+            shard_id = shard_id_of((sample_id for sample_id, _ in samples), head.attempt)
+            listing.append((shard_id, len(samples), sum(lengths)))
+            num_new += sum(new)
+            num_new_tokens += sum(n for n, is_new in zip(lengths, new, strict=True) if is_new)
+        full = SegmentHead(
+            number=head.number,
+            kind=head.kind,
+            attempt=head.attempt,
+            seed=head.seed,
+            shard_tokens=head.shard_tokens,
+            samples_digest=head.samples_digest,
+            selection=head.selection,
+            num_samples=sum(n for _, n, _ in listing),
+            num_new=num_new,
+            num_tokens=sum(n for _, _, n in listing),
+            num_new_tokens=num_new_tokens,
+        )
+        fields = {name: getattr(full, name) for name in SegmentHead.__dataclass_fields__}
+        out.add_key_value_metadata(
+            {_HEAD: json.dumps(fields), _SHARDS: json.dumps(listing), b"eyas.format": str(FORMAT_VERSION)}
+        )
+    if not listing:
+        files.unlink(temporary)
+        return None
+    fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+    files.fsync(fd)
+    files.close(fd)
+    if not link_if_absent(files, temporary, path):
+        raise StoreError(f"{path}: another process planned this segment; run the command again", path=path)
+    files.sync_directory(path.parent)
+    return full
+
+
+def _table(samples: list[tuple[str, TokenIds]]) -> pa.Table:
+    assert all(is_digest(sample_id) for sample_id, _ in samples)
+    lengths = np.array([len(token_ids) for _, token_ids in samples], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    values = np.concatenate([token_ids for _, token_ids in samples])
+    return pa.table(
+        [
+            pa.array([bytes.fromhex(sample_id) for sample_id, _ in samples], type=pa.binary(16)),
+            pa.array(lengths.astype(np.int32)),
+            pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values, type=pa.int32())),
+        ],
+        schema=SCHEMA,
+    )

@@ -1,0 +1,332 @@
+"""The record of a shard: JSON written last. What it does not name does not exist in the payload.
+
+Letters: `n` captured samples of the shard, `T` tokens of a sample, `H` hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import ShardCorrupt, ShardMissing, SpecMismatch, StoreError
+from eyas.records import (
+    DTYPE_BYTES,
+    FORMAT_VERSION,
+    CaptureSpec,
+    Provenance,
+    Reject,
+    canonical_json,
+    digest_bytes,
+    is_digest,
+)
+from eyas.store import codec
+from eyas.store.layout import payload_name
+
+KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
+"""Features a record may require of its reader (`requires`); an unknown one is a refusal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where one part of a field lies in the payload, for each sample."""
+
+    offset: tuple[int, ...]
+    """`[n]` bytes from the start of the file."""
+    num_bytes: tuple[int, ...]
+    digest: tuple[str, ...]
+    """`[n]` xxh3-128 of the stored bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldEntry:
+    """One field of all samples of a shard."""
+
+    codec: str
+    dtype: str
+    width: int
+    """`H`: the logical shape is `[rows, H]`."""
+    parts: dict[str, Part]
+    rows: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    """For each sample the spans of rows that are stored; None = all rows of every sample."""
+    digest: tuple[str, ...] | None = None
+    """`[n]` xxh3-128 of the logical bytes; None = equal to the digest of the stored bytes (`raw`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """What a shard holds, and how it was made. A shard all of whose samples were rejected has no payload."""
+
+    shard_id: str
+    fingerprint: str
+    sample_ids: tuple[str, ...]
+    """`[n]` captured samples, in plan order."""
+    positions: tuple[int, ...]
+    """`[n]` place of each in the shard's plan: the `i` of its tensor names."""
+    num_tokens: tuple[int, ...]
+    fields: dict[str, FieldEntry]
+    rejects: tuple[Reject, ...]
+    provenance: Provenance
+    run_id: str
+    committed_at: float
+    """Seconds since 1970, UTC."""
+    payload_digest: str | None = None
+    payload_bytes: int = 0
+    header_bytes: int = 0
+    duplicates: tuple[str, ...] = ()
+    """Samples of the plan that another shard of this data set counts for (after a merge)."""
+    released: bool = False
+    """The payload was freed on purpose: the samples count as committed and are not captured again."""
+    requires: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Optional keys that this version does not know, kept as they are."""
+
+    @property
+    def payload_name(self) -> str | None:
+        return None if self.payload_digest is None else payload_name(self.shard_id, self.payload_digest)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+    def tensors(self) -> Iterator[tuple[str, str, int, int, int]]:
+        """`(name, dtype, rows, offset, bytes)` of every tensor, in file order."""
+        for j, position in enumerate(self.positions):
+            for name, entry in self.fields.items():
+                for part_name, part in entry.parts.items():
+                    rows = stored_rows(entry, j, self.num_tokens[j])
+                    tensor = codec.part_tensor(position, name, part_name)
+                    yield tensor, entry.dtype, rows, part.offset[j], part.num_bytes[j]
+
+
+def stored_rows(entry: FieldEntry, j: int, num_tokens: int) -> int:
+    """How many rows of sample `j` are stored."""
+    return num_tokens if entry.rows is None else sum(end - start for start, end in entry.rows[j])
+
+
+def to_bytes(record: ShardRecord) -> bytes:
+    """The record as canonical JSON with its own digest, and a line end."""
+    body: dict[str, Any] = {
+        **record.extra,
+        "format": FORMAT_VERSION,
+        "requires": list(record.requires),
+        "shard_id": record.shard_id,
+        "fingerprint": record.fingerprint,
+        "payload": None
+        if record.payload_digest is None
+        else {
+            "name": record.payload_name,
+            "bytes": record.payload_bytes,
+            "header_bytes": record.header_bytes,
+            "digest": record.payload_digest,
+        },
+        "samples": {
+            "sample_id": list(record.sample_ids),
+            "position": list(record.positions),
+            "num_tokens": list(record.num_tokens),
+        },
+        "fields": {
+            name: {
+                "codec": entry.codec,
+                "dtype": entry.dtype,
+                "shape": ["T", entry.width],
+                "rows": None if entry.rows is None else [[list(s) for s in spans] for spans in entry.rows],
+                "digest": None if entry.digest is None else list(entry.digest),
+                "parts": {
+                    part_name: {
+                        "offset": list(part.offset),
+                        "bytes": list(part.num_bytes),
+                        "digest": list(part.digest),
+                    }
+                    for part_name, part in entry.parts.items()
+                },
+            }
+            for name, entry in record.fields.items()
+        },
+        "field_order": list(record.fields),
+        "rejects": [{"sample_id": r.sample_id, "reason": r.reason, "detail": r.detail} for r in record.rejects],
+        "duplicates": list(record.duplicates),
+        "released": record.released,
+        "provenance": {
+            "engine": record.provenance.engine,
+            "version": record.provenance.version,
+            "settings": record.provenance.settings,
+            "host": record.provenance.host,
+            "run_id": record.run_id,
+            "committed_at": record.committed_at,
+        },
+    }
+    body["record_digest"] = digest_bytes(canonical_json(body))
+    return canonical_json(body) + b"\n"
+
+
+def read(path: Path) -> ShardRecord:
+    """The record at `path`, checked against its own digest and for inner consistency.
+
+    Raises ShardCorrupt when it is damaged, StoreError when a newer eyas is needed, ShardMissing when it is gone.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ShardMissing(f"{path}: no such record", path=path) from None
+    return from_bytes(data, path)
+
+
+def from_bytes(data: bytes, path: Path) -> ShardRecord:
+    """As `read`, for bytes that are already there; `path` is for messages and for the id that the name promises."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        what = "empty" if not data.strip() else f"not JSON ({error})"
+        raise _corrupt(path, what) from None
+    if not isinstance(body, dict):
+        raise _corrupt(path, "not a JSON object")
+    version = body.get("format")
+    if not isinstance(version, int) or version < 1:
+        raise _corrupt(path, f"'format' is {version!r}")
+    unknown = set(body.get("requires") or ()) - KNOWN_REQUIREMENTS
+    if version > FORMAT_VERSION or unknown:
+        need = f"format {version}" if version > FORMAT_VERSION else f"features {sorted(map(str, unknown))}"
+        raise StoreError(f"{path}: needs {need}, which this eyas does not know; use a newer one", path=path)
+    stated = body.pop("record_digest", None)
+    if stated != digest_bytes(canonical_json(body)):
+        raise _corrupt(path, "its own digest does not fit its contents")
+    try:
+        record = _parse(body, path)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _corrupt(path, f"misses or mistypes a key ({type(error).__name__}: {error})") from None
+    _check(record, path)
+    return record
+
+
+def require_spec(record: ShardRecord, spec: CaptureSpec, path: Path) -> None:
+    """Refuse a record that was made under another spec, or whose fields are not the spec's."""
+    if record.fingerprint != spec.fingerprint:
+        raise SpecMismatch(
+            f"{path}: made under spec {record.fingerprint}, the data set is {spec.fingerprint}; "
+            "it does not belong here: move it away, or run 'eyas verify --repair'",
+            path=path,
+        )
+    if not record.sample_ids:
+        return
+    if tuple(record.fields) != spec.fields:
+        raise _corrupt(path, f"holds fields {list(record.fields)}, the spec says {list(spec.fields)}")
+    for name, entry in record.fields.items():
+        if entry.dtype != spec.dtype or entry.width != spec.hidden_size:
+            raise _corrupt(
+                path, f"{name} is {entry.dtype} [T, {entry.width}], not {spec.dtype} [T, {spec.hidden_size}]"
+            )
+
+
+def _parse(body: dict[str, Any], path: Path) -> ShardRecord:
+    known = {
+        "format", "requires", "shard_id", "fingerprint", "payload", "samples", "fields", "field_order", "rejects",
+        "duplicates", "released", "provenance",
+    }  # fmt: skip
+    payload, made = body["payload"], body["provenance"]
+    record = ShardRecord(
+        shard_id=body["shard_id"],
+        fingerprint=body["fingerprint"],
+        sample_ids=tuple(body["samples"]["sample_id"]),
+        positions=_ints(body["samples"]["position"]),
+        num_tokens=_ints(body["samples"]["num_tokens"]),
+        fields={name: _parse_field(body["fields"][name], path) for name in body["field_order"]},
+        rejects=tuple(Reject(r["sample_id"], r["reason"], r["detail"]) for r in body["rejects"]),
+        provenance=Provenance(made["engine"], made["version"], dict(made["settings"]), made["host"]),
+        run_id=made["run_id"],
+        committed_at=float(made["committed_at"]),
+        payload_digest=None if payload is None else payload["digest"],
+        payload_bytes=0 if payload is None else int(payload["bytes"]),
+        header_bytes=0 if payload is None else int(payload["header_bytes"]),
+        duplicates=tuple(body["duplicates"]),
+        released=bool(body["released"]),
+        requires=tuple(body["requires"]),
+        extra={k: v for k, v in body.items() if k not in known},
+    )
+    if set(body["fields"]) != set(body["field_order"]):
+        raise ValueError("field_order does not list the fields")
+    digests = [record.shard_id, record.fingerprint, *record.sample_ids, *record.duplicates]
+    digests += [] if record.payload_digest is None else [record.payload_digest]
+    digests += [r.sample_id for r in record.rejects]
+    if not all(isinstance(d, str) and is_digest(d) for d in digests):
+        raise ValueError("an id is not 32 hex digits")
+    if payload is not None and payload["name"] != record.payload_name:
+        raise ValueError(f"payload name {payload['name']!r} is not made of its shard id and digest")
+    return record
+
+
+def _parse_field(entry: dict[str, Any], path: Path) -> FieldEntry:
+    codec.require(entry["codec"], path)
+    symbol, width = entry["shape"]
+    if symbol != "T" or entry["dtype"] not in DTYPE_BYTES:
+        raise ValueError(f"shape {entry['shape']} or dtype {entry['dtype']!r}")
+    rows = entry["rows"]
+    return FieldEntry(
+        codec=entry["codec"],
+        dtype=entry["dtype"],
+        width=int(width),
+        parts={
+            name: Part(_ints(part["offset"]), _ints(part["bytes"]), tuple(part["digest"]))
+            for name, part in entry["parts"].items()
+        },
+        rows=None if rows is None else tuple(tuple((int(a), int(b)) for a, b in spans) for spans in rows),
+        digest=None if entry["digest"] is None else tuple(entry["digest"]),
+    )
+
+
+def _check(record: ShardRecord, path: Path) -> None:
+    """What a damaged or forged record could get wrong, without a look at the payload."""
+    n = len(record.sample_ids)
+    if path.name != f"{record.shard_id}.json":
+        raise _corrupt(path, f"is the record of shard {record.shard_id}")
+    ids = [*record.sample_ids, *(r.sample_id for r in record.rejects), *record.duplicates]
+    if len(set(ids)) != len(ids):
+        raise _corrupt(path, "names a sample twice")
+    if (
+        len(record.positions) != n
+        or len(record.num_tokens) != n
+        or list(record.positions) != sorted(set(record.positions))
+    ):
+        raise _corrupt(path, "lists of samples, positions and token counts do not fit each other")
+    if any(t < 1 for t in record.num_tokens) or any(p < 0 for p in record.positions):
+        raise _corrupt(path, "has a token count or position below its range")
+    if (record.payload_digest is None) != (n == 0):
+        raise _corrupt(path, "names a payload without samples, or samples without a payload")
+    for name, entry in record.fields.items():
+        lists: list[Sized | None] = [entry.digest, entry.rows]
+        lists += [x for part in entry.parts.values() for x in (part.offset, part.num_bytes, part.digest)]
+        if any(x is not None and len(x) != n for x in lists):
+            raise _corrupt(path, f"field {name} does not have one entry for each of {n} samples")
+        for j in range(n if entry.rows is not None else 0):
+            spans = entry.rows[j] if entry.rows is not None else ()
+            edges = [e for span in spans for e in span]
+            if edges != sorted(edges) or (edges and not 0 <= edges[0] <= edges[-1] <= record.num_tokens[j]):
+                raise _corrupt(path, f"field {name}: rows of sample {record.sample_ids[j]} lie outside it")
+    _check_layout(record, path)
+
+
+def _check_layout(record: ShardRecord, path: Path) -> None:
+    """Tensors stand one behind the other, from the end of the header to the end of the file."""
+    at = record.header_bytes
+    row_bytes = {name: entry.width * DTYPE_BYTES[entry.dtype] for name, entry in record.fields.items()}
+    for j, num_tokens in enumerate(record.num_tokens):
+        for name, entry in record.fields.items():
+            expected = stored_rows(entry, j, num_tokens) * row_bytes[name]
+            for part in entry.parts.values():
+                if part.offset[j] != at or part.num_bytes[j] != expected:
+                    raise _corrupt(path, f"{name} of sample {record.sample_ids[j]} is not where its size says")
+                at += expected
+    if record.payload_digest is not None and at != record.payload_bytes:
+        raise _corrupt(path, f"payload has {record.payload_bytes} bytes, its tensors end at {at}")
+
+
+def _ints(values: list[Any]) -> tuple[int, ...]:
+    if not all(type(v) is int for v in values):
+        raise ValueError("a list of whole numbers holds something else")
+    return tuple(values)
+
+
+def _corrupt(path: Path, what: str) -> ShardCorrupt:
+    return ShardCorrupt(f"{path}: record {what}; run 'eyas verify --repair' on the data set", path=path)
