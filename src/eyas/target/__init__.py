@@ -1,1 +1,1 @@
-"""The target's files: digest, structure, head, and the embedded default target."""
+"""The target as it lies on disk and in memory: its files, its structure, its head, and an embedded default."""
