@@ -134,6 +134,7 @@ def test_code_brought_along_needs_permission(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "configuration_x.X"}}))
     files = open_target(path)
     check_remote_code(files, trust_remote_code=True)
+    check_remote_code(files, trust_remote_code=False, shipped=True)
     with pytest.raises(ConfigError, match=r"target\.trust_remote_code = true"):
         check_remote_code(files, trust_remote_code=False)
 

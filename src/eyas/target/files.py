@@ -127,9 +127,12 @@ def quantisation(config: Mapping[str, Any]) -> str:
     return "none"
 
 
-def check_remote_code(files: TargetFiles, *, trust_remote_code: bool) -> None:
-    """Raises ConfigError when the target brings Python code along and nobody allowed it to run."""
-    if files.config.get("auto_map") and not trust_remote_code:
+def check_remote_code(files: TargetFiles, *, trust_remote_code: bool, shipped: bool = False) -> None:
+    """Raises ConfigError when loading the target needs Python code that it brings along and nobody allowed it to run.
+
+    `shipped`: transformers has its own code for this kind of model, which is then used, and the target's is not.
+    """
+    if files.config.get("auto_map") and not trust_remote_code and not shipped:
         raise ConfigError(
             f"target {files.path}: {CONFIG} has auto_map, so loading it runs Python code from that directory; "
             "read the code, then set target.trust_remote_code = true"
