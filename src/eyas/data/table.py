@@ -122,6 +122,8 @@ class TableWriter:
         self.path = path
         self.temporary = path.with_name(f".{path.name}.{stage}")
         self.num_rows = 0
+        self.num_tokens = 0
+        self.num_supervised = 0
         self._samples: list[Sample] = []
         self._pending_tokens = 0
         try:
@@ -162,6 +164,8 @@ class TableWriter:
         self._samples.append(sample)
         self._pending_tokens += sample.num_tokens
         self.num_rows += 1
+        self.num_tokens += sample.num_tokens
+        self.num_supervised += sample.num_supervised
         if self._pending_tokens >= ROW_GROUP_TOKENS or len(self._samples) >= ROW_GROUP_ROWS:
             self._flush()
 

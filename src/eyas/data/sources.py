@@ -1,0 +1,363 @@
+"""JSONL conversations in, rows out: one line at a time, every line accounted for.
+
+A row takes one of these forms; where several fit, the first one wins:
+
+| form | keys |
+|---|---|
+| token ids | `input_ids` or `token_ids`, with `loss_mask`: used as given, no template, no tokeniser |
+| messages | `messages` or `conversations`: `{role, content, …}` or `{from, value}`; `system` beside it comes first |
+| text | `text` |
+
+Beside them: `id`, `conversation_id` or `uuid`; `source`; `tags` (a string or a list); `tools`, handed to the template.
+A line that is not UTF-8 or not JSON means that the file is damaged and stops everything. A line that is readable but
+of no use is a `DroppedRow` with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from eyas.errors import DataError
+from eyas.records import TokenIds, as_token_ids, canonical_json, digest_bytes
+
+MAX_LINE_BYTES = 64 << 20
+"""A longer line is no conversation, but a file that is not JSONL."""
+
+ROLES: Mapping[str, str] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Names in the wild to the names that templates know."""
+
+
+class Reason(StrEnum):
+    """Why a row did not become a sample of its own."""
+
+    NOT_AN_OBJECT = "not_an_object"
+    UNKNOWN_FORM = "unknown_form"
+    """None of the keys that a row can be read from."""
+    WRONG_TYPE = "wrong_type"
+    INVALID_TEXT = "invalid_text"
+    """Half of a surrogate pair: no text in any encoding."""
+    UNKNOWN_ROLE = "unknown_role"
+    NON_TEXT_CONTENT = "non_text_content"
+    """Images, audio and the like."""
+    EMPTY_CONVERSATION = "empty_conversation"
+    EMPTY_TEXT = "empty_text"
+    NO_ASSISTANT_TURN = "no_assistant_turn"
+    """No turn that the target could have written in answer to something."""
+    BAD_TOKEN_IDS = "bad_token_ids"
+    NO_LOSS_MASK = "no_loss_mask"
+    BAD_LOSS_MASK = "bad_loss_mask"
+    TOKEN_OUT_OF_VOCABULARY = "token_out_of_vocabulary"
+    TEMPLATE_ERROR = "template_error"
+    """The template itself refuses the conversation."""
+    TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"
+    """No assistant turn stands in the whole rendering as the target would have been asked for it and written it."""
+    NO_TURN_END = "no_turn_end"
+    """Where the target's own words end cannot be told."""
+    DOUBLE_BOS = "double_bos"
+    ALL_SUPERVISED = "all_supervised"
+    """The template's mask covers the prompt too."""
+    NO_SUPERVISED_TOKEN = "no_supervised_token"
+    TOO_LONG = "too_long"
+    DUPLICATE = "duplicate"
+    """Same token ids as an earlier row; its mask was merged into that one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A line of a source; lines count from 1."""
+
+    path: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """A conversation before any template; roles as in `ROLES`' values, at least one message."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTokens:
+    """Token ids `[T]` int32 and loss mask `[T]` bool as the row has them."""
+
+    token_ids: TokenIds
+    loss_mask: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """Text without turns."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line that can be worked with."""
+
+    where: Where
+    num_bytes: int
+    content: Messages | GivenTokens | PlainText
+    conversation_id: str
+    source: str
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedRow:
+    """One line that is readable but cannot become a sample."""
+
+    where: Where
+    num_bytes: int
+    reason: Reason
+    detail: str
+
+
+class _Drop(Exception):
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def check_sources(paths: Sequence[Path]) -> int:
+    """Bytes of all sources together; DataError for the first that is missing, a directory or empty."""
+    total = 0
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}; check data.sources") from None
+        if path.is_dir():
+            raise DataError(f"{path}: is a directory; name its JSONL files in data.sources")
+        if path.is_file() and stat.st_size == 0:
+            raise DataError(f"{path}: empty file")
+        total += stat.st_size
+    return total
+
+
+def read_rows(paths: Sequence[Path]) -> Iterator[Row | DroppedRow]:
+    """Every non-blank line of the sources, in order. Memory: one line.
+
+    DataError, one line that names file and line: cannot be read, no row at all, invalid UTF-8, broken JSON.
+    """
+    for path in paths:
+        empty = True
+        for where, line in _lines(path):
+            empty = False
+            try:
+                yield _row(where, line)
+            except _Drop as drop:
+                yield DroppedRow(where, len(line), drop.reason, drop.detail)
+            except RecursionError:
+                yield DroppedRow(where, len(line), Reason.WRONG_TYPE, "nested too deeply")
+        if empty:
+            raise DataError(f"{path}: empty file: nothing but blank lines")
+
+
+def _lines(path: Path) -> Iterator[tuple[Where, bytes]]:
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise DataError(
+                        f"{path}:{number}: longer than {MAX_LINE_BYTES >> 20} MiB; JSONL has one object per line"
+                    )
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                if not line.isspace() and line:
+                    yield Where(path, number), line
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _row(where: Where, line: bytes) -> Row:
+    value = _parse(where, line)
+    if not isinstance(value, dict):
+        raise _Drop(Reason.NOT_AN_OBJECT, f"{_kind(value)} instead of an object")
+    if b"\\u" in line and not _encodable(value):
+        raise _Drop(Reason.INVALID_TEXT, "an escape like \\ud83d without its other half")
+    content = _content(value)
+    return Row(
+        where=where,
+        num_bytes=len(line),
+        content=content,
+        conversation_id=_conversation_id(value),
+        source=_label(value, "source") or where.path.name,
+        tags=_tags(value.get("tags")),
+    )
+
+
+def _parse(where: Where, line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: invalid UTF-8 at byte {error.start} of the line") from None
+    except json.JSONDecodeError as error:
+        hint = ""
+        if where.line == 1 and line.lstrip().startswith(b"["):
+            hint = "; a JSON array? JSONL has one object per line"
+        elif not line.endswith(b"\n"):
+            hint = "; the last line, perhaps cut off"
+        raise DataError(f"{where}: broken JSON: {error.msg} at character {error.pos}{hint}") from None
+    except ValueError as error:
+        # A number with thousands of digits: JSON by the letter, no number by any measure.
+        raise DataError(f"{where}: broken JSON: {error}") from None
+
+
+def _content(value: dict[str, Any]) -> Messages | GivenTokens | PlainText:
+    ids_key = next((key for key in ("input_ids", "token_ids") if value.get(key) is not None), None)
+    messages_key = next((key for key in ("messages", "conversations") if value.get(key) is not None), None)
+    if ids_key is not None and value.get("loss_mask") is not None:
+        return _given(value[ids_key], value["loss_mask"])
+    if messages_key is not None:
+        return _messages(value, messages_key)
+    if value.get("text") is not None:
+        if not isinstance(value["text"], str):
+            raise _Drop(Reason.WRONG_TYPE, f"'text' is {_kind(value['text'])}")
+        if not value["text"]:
+            raise _Drop(Reason.EMPTY_TEXT, "'text' is empty")
+        return PlainText(value["text"])
+    if ids_key is not None:
+        raise _Drop(Reason.NO_LOSS_MASK, f"'{ids_key}' without 'loss_mask': which tokens the target wrote is unknown")
+    known = "messages, conversations, input_ids with loss_mask, text"
+    raise _Drop(Reason.UNKNOWN_FORM, f"keys {', '.join(sorted(map(str, value)))[:200] or 'none'}; known: {known}")
+
+
+def _given(ids: Any, mask: Any) -> GivenTokens:
+    try:
+        token_ids = as_token_ids(ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _Drop(Reason.BAD_TOKEN_IDS, str(error).splitlines()[0]) from None
+    if not token_ids.size:
+        raise _Drop(Reason.EMPTY_CONVERSATION, "no token ids")
+    if not isinstance(mask, list) or any(entry not in (0, 1) for entry in mask):
+        raise _Drop(Reason.BAD_LOSS_MASK, "'loss_mask' must be a flat list of 0 and 1")
+    if len(mask) != len(token_ids):
+        raise _Drop(Reason.BAD_LOSS_MASK, f"{len(mask)} entries in 'loss_mask' for {len(token_ids)} token ids")
+    return GivenTokens(token_ids, np.array(mask, dtype=np.bool_))
+
+
+def _messages(value: dict[str, Any], key: str) -> Messages:
+    turns = value[key]
+    if not isinstance(turns, list):
+        raise _Drop(Reason.WRONG_TYPE, f"'{key}' is {_kind(turns)}")
+    if not turns:
+        raise _Drop(Reason.EMPTY_CONVERSATION, f"'{key}' is empty")
+    messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
+    system = value.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise _Drop(Reason.NO_ASSISTANT_TURN, f"roles {', '.join(message['role'] for message in messages)[:200]}")
+    return Messages(tuple(messages), _tools(value.get("tools")))
+
+
+def _message(turn: Any, number: int) -> dict[str, Any]:
+    if not isinstance(turn, dict):
+        raise _Drop(Reason.WRONG_TYPE, f"message {number} is {_kind(turn)}")
+    role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
+    role = turn.get(role_key)
+    if not isinstance(role, str):
+        raise _Drop(Reason.WRONG_TYPE, f"message {number} has no role")
+    known = ROLES.get(role.strip().lower())
+    if known is None:
+        raise _Drop(Reason.UNKNOWN_ROLE, f"message {number}: '{role[:50]}'")
+    others = {key: item for key, item in turn.items() if key not in (role_key, content_key)}
+    return {"role": known, "content": _text(turn.get(content_key), others, number), **others}
+
+
+def _text(content: Any, others: Mapping[str, Any], number: int) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and any(others.get(key) for key in ("tool_calls", "reasoning_content", "reasoning", "thinking")):
+        # Templates print a missing content as the word None.
+        return ""
+    if not isinstance(content, list):
+        raise _Drop(Reason.WRONG_TYPE, f"message {number}: content is {_kind(content)}")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else _kind(part)
+            raise _Drop(Reason.NON_TEXT_CONTENT, f"message {number}: part of type {kind}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except ValueError:
+            raise _Drop(Reason.WRONG_TYPE, "'tools' is text, but not JSON") from None
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise _Drop(Reason.WRONG_TYPE, "'tools' is not a list of objects")
+    return tuple(value)
+
+
+def _conversation_id(value: dict[str, Any]) -> str:
+    for key in ("id", "conversation_id", "uuid"):
+        if label := _label(value, key):
+            return label
+    # By content: a row number would name another conversation as soon as a line is added above it.
+    return digest_bytes(canonical_json(value))
+
+
+def _label(value: dict[str, Any], key: str) -> str:
+    label = value.get(key)
+    if label is None:
+        return ""
+    if isinstance(label, bool) or not isinstance(label, (str, int)):
+        raise _Drop(Reason.WRONG_TYPE, f"'{key}' is {_kind(label)}")
+    return str(label)
+
+
+def _tags(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    tags = value if isinstance(value, list) else [value]
+    if not all(isinstance(tag, (str, int)) for tag in tags):
+        raise _Drop(Reason.WRONG_TYPE, "'tags' is neither a string nor a list of strings")
+    return tuple(dict.fromkeys(map(str, tags)))
+
+
+def _encodable(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
+    return names.get(type(value), "an object")
