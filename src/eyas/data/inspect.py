@@ -45,10 +45,11 @@ def select(table: SampleTable, *, limit: int | None = None, sample_id: str | Non
 
 def header(sample: Sample) -> str:
     """One line: id, tokens, supervised tokens, source, conversation, tags."""
+    num_spans = len(sample.loss_spans)
     parts = [
         sample.sample_id,
         f"{sample.num_tokens:,} tokens",
-        f"{sample.num_supervised:,} supervised in {len(sample.loss_spans)} spans",
+        f"{sample.num_supervised:,} supervised in {num_spans} span{'s' * (num_spans != 1)}",
         f"source {sample.source}",
         f"conversation {sample.conversation_id}",
     ]
