@@ -1,0 +1,644 @@
+"""Hidden states from transformers in this process, on a CPU or on CUDA.
+
+Letters: `B` batch, `T` tokens (padded, in a batch), `H` hidden size, `V` target vocabulary, `L` decoder layers.
+
+Only the trunk runs, without logits and without a cache. Hidden-state index `k` is taken by hooks on the decoder layers
+(`0` what enters the first, `k` what leaves layer `k-1`), never from the tuple that models return, whose end is normed.
+Batches are padded on the right and carry no attention mask: in a causal model no real token sees what comes after it,
+so padding cannot reach a row that is kept, and without a mask the fast attention kernels apply.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from torch import nn
+
+from eyas.config import EngineConfig, TargetConfig
+from eyas.engine.base import (
+    CaptureAnswer,
+    CaptureFailure,
+    CaptureRequest,
+    EngineInfo,
+    Reference,
+    RequestSource,
+)
+from eyas.engine.pinned import Bytes, HostPool
+from eyas.errors import ConfigError, EngineError, EngineRefused
+from eyas.records import LAST, CaptureSpec, Provenance, StateBlock, default_aux_layers, hidden_field
+from eyas.target.files import open_target, quantisation, target_digest, tensor_entries
+from eyas.target.structure import Structure, find, load_config, logits_of, model_class, skeleton
+
+logger = logging.getLogger(__name__)
+
+ENGINE = "hf"
+WINDOW_BATCHES = 8
+"""Requests are taken for this many batches and sorted by length: more means less padding and later first answers."""
+REFERENCE_LOGIT_BYTES = 256 * 1024 * 1024
+"""Logits of a longer reference are computed in pieces of this size."""
+PINNED_BYTES = 4 * 1024**3
+"""Default of `engine.extra.pinned_bytes`: page-locked memory for copies from the device; the rest is pageable."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+Arrays = dict[str, Bytes]
+"""One sample's fields, each `T * H` values as bytes."""
+
+
+class HfEngine:
+    """The `hf` engine; see `engine.base` for what it promises.
+
+    Cheap until the first `capture`, which loads the weights. Raises ConfigError for a target, a device or layers that
+    cannot work. `engine.extra` goes to transformers' `from_pretrained`, `pinned_bytes` apart.
+    """
+
+    def __init__(self, target: TargetConfig, engine: EngineConfig, aux_layers: tuple[int, ...] | None = None) -> None:
+        if target.path is None:
+            raise ConfigError("target.path is not set: the directory of the model whose hidden states are captured")
+        self._files = open_target(target.path)
+        self._trust_remote_code = target.trust_remote_code
+        self._batch_tokens = engine.batch_tokens
+        self._extra = dict(engine.extra)
+        self._pinned_bytes = int(self._extra.pop("pinned_bytes", PINNED_BYTES))
+        self._device = _device(engine.device)
+        self._config = load_config(self._files, trust_remote_code=target.trust_remote_code)
+        self._dtype = _dtype_name(engine.dtype, self._config, self._files.path)
+        attention = {k: v for k, v in self._extra.items() if k == "attn_implementation"}
+        model: Any = skeleton(
+            self._config, trust_remote_code=target.trust_remote_code, dtype=DTYPES[self._dtype], **attention
+        )
+        structure = find(model)
+        self._attention = str(getattr(model.config.get_text_config(), "_attn_implementation", None) or "own")
+        self._num_layers = structure.num_layers
+        self._hidden_size = structure.hidden_size
+        self._vocab_size = structure.vocab_size
+        self._num_embeddings = int(structure.embeddings.weight.shape[0])  # type: ignore[index]
+        text_config = self._config.get_text_config()
+        self._max_tokens = int(getattr(text_config, "max_position_embeddings", None) or np.iinfo(np.int32).max)
+        self._aux_layers = _checked_layers(aux_layers, self._num_layers)
+        self._info: EngineInfo | None = None
+        self._loaded: _Loaded | None = None
+
+    def info(self) -> EngineInfo:
+        """What will be captured and how, without loading the weights (they are sampled once, for their digest)."""
+        if self._info is None:
+            spec = CaptureSpec(
+                target_digest=target_digest(self._files.path),
+                quantisation=quantisation(self._files.config),
+                num_layers=self._num_layers,
+                hidden_size=self._hidden_size,
+                vocab_size=self._vocab_size,
+                aux_layers=self._aux_layers,
+                last_hidden_norm="post",
+                dtype=self._dtype,
+            )
+            self._info = EngineInfo(spec=spec, provenance=self._provenance(), max_tokens=self._max_tokens)
+        return self._info
+
+    def _provenance(self) -> Provenance:
+        settings = {
+            "torch": str(torch.__version__),
+            "device": self._device.type,
+            "dtype": self._dtype,
+            "attention": self._attention,
+            "float32_matmul": torch.get_float32_matmul_precision(),
+            "target_config": self._files.config_digest,
+        }
+        if self._device.type == "cuda":
+            settings["device_name"] = torch.cuda.get_device_name(self._device)
+            settings["cuda"] = str(torch.version.cuda)
+        else:
+            settings["device_name"] = torch.backends.cpu.get_cpu_capability()
+        settings |= {f"extra.{name}": str(value) for name, value in self._extra.items()}
+        return Provenance(engine=ENGINE, version=transformers.__version__, settings=settings, host=socket.gethostname())
+
+    def capture(self, source: RequestSource) -> Iterator[CaptureAnswer | CaptureFailure]:
+        """Answers as each batch completes; on CUDA batch `n` is copied while batch `n+1` computes.
+
+        The memory of a block goes when its views go. On a CPU a block is a view of its padded batch, so the last view
+        of a batch keeps that batch's field alive, padding included; batches are of nearly equal lengths, so this is
+        little more than was reserved. Raises EngineError when the target cannot be loaded or is not built as expected.
+        """
+        loaded = self._load()
+        budget = self._batch_tokens
+        batches: deque[list[CaptureRequest]] = deque()
+        started: _Started | None = None
+        try:
+            while True:
+                if not batches:
+                    # With a batch in flight, answers are held back: waiting for its bytes to return would be forever.
+                    requests = source.take(WINDOW_BATCHES * self._batch_tokens, wait=started is None)
+                    if not requests and started is None:
+                        return
+                    if not requests:
+                        assert started is not None
+                        yield from self._finish(loaded, started)
+                        started = None
+                        continue
+                    refused = {id(r): why for r in requests if (why := self._refusal(r))}
+                    for request in requests:
+                        if id(request) in refused:
+                            yield _failure(request, refused[id(request)])
+                    batches.extend(form_batches([r for r in requests if id(r) not in refused], budget))
+                    del requests
+                    continue
+                batch = batches.popleft()
+                try:
+                    following = self._start(loaded, batch)
+                except torch.OutOfMemoryError:
+                    # Outside the handler: inside, the traceback keeps the failed forward's memory alive.
+                    following = None
+                if following is None:
+                    torch.cuda.empty_cache()
+                    if started is not None:
+                        yield from self._finish(loaded, started)
+                        started = None
+                        batches.appendleft(batch)
+                    elif len(batch) == 1:
+                        yield _failure(
+                            batch[0], f"{len(batch[0].token_ids)} tokens do not fit into the device's memory"
+                        )
+                    else:
+                        budget = min(budget, padded_tokens(batch) // 2)
+                        logger.warning(
+                            "out of device memory at %d tokens in a batch: from here on at most %d "
+                            "(engine.batch_tokens is %d)", padded_tokens(batch), budget, self._batch_tokens
+                        )  # fmt: skip
+                        rest = [request for waiting in (batch, *batches) for request in waiting]
+                        batches = deque(form_batches(rest, budget))
+                        del rest
+                    del batch
+                    continue
+                del batch
+                if started is not None:
+                    yield from self._finish(loaded, started)
+                started, following = following, None
+                if not loaded.copies.overlaps:
+                    yield from self._finish(loaded, started)
+                    started = None
+        finally:
+            if started is not None:
+                started.wait()
+
+    def close(self) -> None:
+        """Let go of the model; answers that were given stay valid."""
+        if self._loaded is not None:
+            self._loaded.copies.close()
+            self._loaded = None
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _load(self) -> _Loaded:
+        if self._loaded is None:
+            weight_bytes = sum(entry.end - entry.start for entry in tensor_entries(self._files).values())
+            logger.info("loading target %s: %.2f GB of weights, as %s on %s", self._files.path, weight_bytes / 1e9,
+                        self._dtype, self._device)  # fmt: skip
+            start = time.monotonic()
+            model = self._load_model()
+            structure = find(model)
+            taps = _Taps(structure, self._aux_layers)
+            with torch.inference_mode():
+                taps.changed_in_place = _examine(structure, _input_device(structure))
+            copies = _CudaCopies(HostPool(self._pinned_bytes)) if self._device.type == "cuda" else _CpuViews()
+            self._loaded = _Loaded(model, structure, taps, copies)
+            logger.info("target loaded in %.1f s", time.monotonic() - start)
+        return self._loaded
+
+    def _load_model(self) -> nn.Module:
+        options: dict[str, Any] = {"dtype": DTYPES[self._dtype], **self._extra}
+        if self._device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
+            # Weights go straight to the device instead of through the host's memory.
+            options.setdefault("device_map", {"": str(self._device)})
+        bars = transformers.utils.logging.is_progress_bar_enabled()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        try:
+            model, report = model_class(self._config).from_pretrained(
+                self._files.path,
+                trust_remote_code=self._trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
+            )
+            if "device_map" not in options:
+                model = model.to(self._device)
+        except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
+            text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise EngineError(f"target {self._files.path} cannot be loaded: {text}", engine=ENGINE) from error
+        finally:
+            if bars:
+                transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        # transformers fills what is missing with random numbers and only logs it.
+        wrong = sorted({str(name) for key in ("missing_keys", "mismatched_keys") for name in report.get(key) or ()})
+        if wrong:
+            raise EngineError(
+                f"target {self._files.path}: {len(wrong)} weights are missing or of another shape ({wrong[0]}, …); "
+                "config.json and weights do not belong together",
+                engine=ENGINE,
+            )
+        for config in (model.config, model.config.get_text_config()):
+            for flag in ("output_router_logits", "output_attentions", "output_hidden_states"):
+                if getattr(config, flag, False):
+                    setattr(config, flag, False)  # kept for every layer, and nobody asked
+        loaded: nn.Module = model.eval().requires_grad_(False)
+        return loaded
+
+    def _refusal(self, request: CaptureRequest) -> str:
+        """Why a request can never be answered, or nothing."""
+        ids = request.token_ids
+        if len(ids) == 0:
+            return "no tokens"
+        if len(ids) > self._max_tokens:
+            return f"{len(ids)} tokens, and the target takes {self._max_tokens}"
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._num_embeddings:
+            return f"token id {low if low < 0 else high} outside 0..{self._num_embeddings - 1}, the target's vocabulary"
+        return ""
+
+    @torch.inference_mode()
+    def _start(self, loaded: _Loaded, batch: Sequence[CaptureRequest]) -> _Started:
+        """Launch one batch and the copies of its states; on CUDA nothing is waited for."""
+        lengths = [len(request.token_ids) for request in batch]
+        states = self._forward(loaded, [request.token_ids for request in batch])
+        copied = loaded.copies.start(states, lengths)
+        return _Started(requests=deque(batch), copied=copied)
+
+    def _finish(self, loaded: _Loaded, started: _Started) -> Iterator[CaptureAnswer]:
+        arrays = started.wait()
+        requests = started.requests
+        while requests:
+            # Nothing of an answer stays in this frame while the consumer has it.
+            yield self._answer(loaded, requests.popleft(), arrays.popleft())
+
+    def _answer(self, loaded: _Loaded, request: CaptureRequest, arrays: Arrays) -> CaptureAnswer:
+        return CaptureAnswer(
+            sample_id=request.sample_id,
+            attempt=request.attempt,
+            token_ids=request.token_ids,
+            fields=self._blocks(arrays),
+            reference=self._reference(loaded, request) if request.with_reference else None,
+        )
+
+    def _blocks(self, arrays: Arrays) -> dict[str, StateBlock]:
+        width = self._hidden_size
+        value_bytes = DTYPES[self._dtype].itemsize
+        return {
+            name: StateBlock(self._dtype, (array.size // (width * value_bytes), width), array.data)
+            for name, array in arrays.items()
+        }
+
+    def _forward(self, loaded: _Loaded, token_ids: Sequence[npt.NDArray[np.int32]]) -> dict[str, torch.Tensor]:
+        """Every field of a batch, `[B, T, H]` contiguous, padded on the right."""
+        longest = max(len(ids) for ids in token_ids)
+        padded = torch.zeros(
+            len(token_ids), longest, dtype=torch.long, pin_memory=self._device.type == "cuda"
+        )  # [B, T]; id 0 stands for padding: rows of padding are never looked at
+        for row, ids in zip(padded.numpy(), token_ids, strict=True):
+            row[: len(ids)] = ids
+        input_ids = padded.to(_input_device(loaded.structure), non_blocking=True)
+        with loaded.taps as hidden:
+            last = loaded.structure.trunk(input_ids=input_ids, use_cache=False).last_hidden_state
+        states = {hidden_field(k): hidden[k] for k in self._aux_layers} | {LAST: last}
+        expected = (*padded.shape, self._hidden_size)
+        for name, tensor in states.items():
+            if tuple(tensor.shape) != expected:
+                raise EngineError(f"{name} has shape {list(tensor.shape)}, expected {list(expected)}", engine=ENGINE)
+        # A few models keep their residual stream in float32: stored is the dtype that the spec names.
+        return {name: tensor.to(DTYPES[self._dtype]).contiguous() for name, tensor in states.items()}
+
+    @torch.inference_mode()
+    def _reference(self, loaded: _Loaded, request: CaptureRequest) -> Reference | None:
+        """What the whole model says about one sample by itself; None, with a warning, when memory does not suffice."""
+        try:
+            alone = loaded.copies.start(self._forward(loaded, [request.token_ids]), [len(request.token_ids)])
+            blocks = self._blocks(alone.wait()[0])
+            return _whole_model(loaded, request.token_ids, blocks, self._aux_layers)
+        except torch.OutOfMemoryError:
+            logger.warning("sample %s: no reference, the whole model's pass over %d tokens does not fit into memory",
+                           request.sample_id, len(request.token_ids))  # fmt: skip
+        torch.cuda.empty_cache()
+        return None
+
+
+def form_batches(requests: Sequence[CaptureRequest], batch_tokens: int) -> list[list[CaptureRequest]]:
+    """Batches of similar lengths, longest first, of at most `batch_tokens` tokens each, padding included.
+
+    A sample longer than that is a batch of its own. Longest first, so that memory runs out at once or not at all.
+    """
+    batches: list[list[CaptureRequest]] = []
+    for request in sorted(requests, key=lambda r: -len(r.token_ids)):
+        last = batches[-1] if batches else []
+        if last and len(last[0].token_ids) * (len(last) + 1) <= batch_tokens:
+            last.append(request)
+        else:
+            batches.append([request])
+    return batches
+
+
+def padded_tokens(batch: Sequence[CaptureRequest]) -> int:
+    """Tokens that a forward over `batch` computes, padding included."""
+    return len(batch) * max(len(request.token_ids) for request in batch)
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What exists once the weights are in memory."""
+
+    model: nn.Module
+    structure: Structure
+    taps: _Taps
+    copies: _CpuViews | _CudaCopies
+
+
+@dataclass(slots=True)
+class _Copied:
+    """Samples' fields on the host, or on their way to it."""
+
+    arrays: deque[Arrays]
+    events: list[torch.cuda.Event] = field(default_factory=list)
+    on_device: list[torch.Tensor] = field(default_factory=list)
+    """Sources of the copies: their memory must not be used again before the copies have ended."""
+
+    def wait(self) -> deque[Arrays]:
+        for event in self.events:
+            event.synchronize()
+        self.events.clear()
+        self.on_device.clear()
+        return self.arrays
+
+
+@dataclass(slots=True)
+class _Started:
+    """A batch whose forward was launched."""
+
+    requests: deque[CaptureRequest]
+    copied: _Copied
+
+    def wait(self) -> deque[Arrays]:
+        return self.copied.wait()
+
+
+class _Taps:
+    """Hooks on the decoder layers: in `with taps as hidden`, `hidden[k]` becomes the residual stream `[B, T, H]`."""
+
+    def __init__(self, structure: Structure, layers: Sequence[int]) -> None:
+        self.changed_in_place = False
+        """Whether a later layer writes into a tensor that we keep, so that a copy is needed."""
+        self._hidden: dict[int, torch.Tensor] | None = None
+        for k in layers:
+            if k == 0:
+                structure.blocks[0].register_forward_pre_hook(self._enters, with_kwargs=True)
+            else:
+                structure.blocks[k - 1].register_forward_hook(self._leaves(k))
+
+    def __enter__(self) -> dict[int, torch.Tensor]:
+        self._hidden = {}
+        return self._hidden
+
+    def __exit__(self, *_: object) -> None:
+        self._hidden = None
+
+    def _enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._keep(0, _entering(args, kwargs))
+
+    def _leaves(self, k: int) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            self._keep(k, _leaving(output))
+
+        return hook
+
+    def _keep(self, k: int, states: torch.Tensor) -> None:
+        if self._hidden is not None:
+            self._hidden[k] = states.clone() if self.changed_in_place else states
+
+
+def _entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    states: torch.Tensor = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+    return states
+
+
+def _leaving(output: Any) -> torch.Tensor:
+    states: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return states
+
+
+def _input_device(structure: Structure) -> torch.device:
+    device: torch.device = structure.embeddings.weight.device  # type: ignore[assignment]
+    return device
+
+
+def _examine(structure: Structure, device: torch.device) -> bool:
+    """Run four tokens and look whether the layers are connected as the hooks assume; EngineError when they are not.
+
+    Returns whether any layer's output is written into later on.
+    """
+    kept: list[torch.Tensor] = []
+    copies: list[torch.Tensor] = []
+    around_norm: list[torch.Tensor] = []
+
+    def remember(states: torch.Tensor) -> None:
+        kept.append(states)
+        copies.append(states.clone())
+
+    handles = [
+        structure.blocks[0].register_forward_pre_hook(lambda _, a, kw: remember(_entering(a, kw)), with_kwargs=True)
+    ]
+    handles += [b.register_forward_hook(lambda _, __, out: remember(_leaving(out))) for b in structure.blocks]
+    handles.append(
+        structure.norm.register_forward_pre_hook(
+            lambda _, a, kw: around_norm.append(_entering(a, kw).clone()), with_kwargs=True
+        )
+    )
+    handles.append(structure.norm.register_forward_hook(lambda _, __, out: around_norm.append(out)))
+    try:
+        # Ids from the middle of the vocabulary: the first and last ones may be padding, whose embedding is all zeros.
+        ids = torch.arange(1, 5, device=device) * structure.vocab_size // 6  # [4]
+        last = structure.trunk(input_ids=ids[None], use_cache=False).last_hidden_state
+    finally:
+        for handle in handles:
+            handle.remove()
+    what = type(structure.causal).__name__
+    wanted = (1, 4, structure.hidden_size)
+    shapes = {tuple(states.shape) for states in copies}
+    if len(copies) != structure.num_layers + 1 or shapes != {wanted}:
+        raise EngineError(
+            f"{what}: {structure.num_layers} decoder layers gave {len(copies) - 1} outputs of shapes {sorted(shapes)} "
+            f"for {list(wanted)}: not one residual stream through '{structure.blocks_name}'",
+            engine=ENGINE,
+        )
+    if len(around_norm) != 2 or not torch.equal(around_norm[0].to(copies[-1].device), copies[-1]):
+        raise EngineError(
+            f"{what}: '{structure.norm_name}' does not take the last decoder layer's output", engine=ENGINE
+        )
+    if not torch.equal(around_norm[1].to(last.device), last):
+        raise EngineError(f"{what}: the last hidden state is not the output of '{structure.norm_name}'", engine=ENGINE)
+    return any(not torch.equal(states, copy) for states, copy in zip(kept, copies, strict=True))
+
+
+def _whole_model(
+    loaded: _Loaded, token_ids: npt.NDArray[np.int32], alone: Mapping[str, StateBlock], layers: Sequence[int]
+) -> Reference:
+    """The reference by the model's own forward; only a long sample's logits are computed apart from its trunk."""
+    structure = loaded.structure
+    ids = torch.from_numpy(token_ids.astype(np.int64)).to(_input_device(structure))  # [T]
+    rows = max(1, REFERENCE_LOGIT_BYTES // (4 * structure.vocab_size))
+    whole = len(token_ids) <= rows
+    run = loaded.model if whole else structure.causal.get_submodule(structure.body_name)
+    output = run(input_ids=ids[None], use_cache=False, output_hidden_states=True)
+    tuple_of_states = output.hidden_states or ()
+    hidden = {}
+    if len(tuple_of_states) == structure.num_layers + 1:
+        hidden = {k: tuple_of_states[k][0].float().cpu().numpy() for k in layers if k < structure.num_layers}
+    del tuple_of_states
+    logprobs = []
+    for start in range(0, len(token_ids) - 1, rows):
+        stop = min(start + rows, len(token_ids) - 1)
+        if whole:
+            logits = output.logits[0, start:stop]
+        else:
+            logits = logits_of(structure, output.last_hidden_state[:, start:stop])[0]
+        following = ids[start + 1 : stop + 1, None].to(logits.device)
+        logprobs.append(logits.float().log_softmax(-1).gather(1, following)[:, 0].cpu())
+    joined = torch.cat(logprobs) if logprobs else torch.empty(0)
+    return Reference(next_logprobs=joined.numpy(), hidden=hidden, alone=alone)
+
+
+class _CpuViews:
+    """On a CPU nothing is copied: a sample's field is a view of its rows in the layer's own output."""
+
+    overlaps = False
+
+    def start(self, states: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> _Copied:
+        return _Copied(
+            deque(
+                {name: _as_bytes(tensor[b, :length]).numpy() for name, tensor in states.items()}
+                for b, length in enumerate(lengths)
+            )
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class _CudaCopies:
+    """Copies to page-locked host memory on a side stream, so that the next batch computes meanwhile."""
+
+    overlaps = True
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._said_full = False
+
+    def start(self, states: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> _Copied:
+        """Launch the copies of the real rows of `states` (`[B, T, H]`, contiguous); padding stays behind."""
+        copied = _Copied(deque({} for _ in lengths))
+        for name, tensor in states.items():
+            stream = self._stream(tensor.device)
+            with torch.cuda.stream(stream):
+                for arrays, b, length in zip(copied.arrays, range(len(lengths)), lengths, strict=True):
+                    source = _as_bytes(tensor[b, :length])
+                    destination, arrays[name] = self._buffer(source.numel())
+                    destination.copy_(source, non_blocking=True)
+            # Held instead of `record_stream`: so it is free as soon as the copies have ended, not some time later.
+            copied.on_device.append(tensor)
+        for device in {tensor.device for tensor in states.values()}:
+            # A blocking event: a spinning one would take a core from the writer.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(self._streams[device])
+            copied.events.append(event)
+        return copied
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The side stream of `device`, behind everything that was launched there so far."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
+
+    def _buffer(self, num_bytes: int) -> tuple[torch.Tensor, Bytes]:
+        buffer = self._pool.take(num_bytes)
+        if buffer is not None:
+            return buffer.destination, buffer.array
+        if not self._said_full:
+            self._said_full = True
+            logger.warning(
+                "%.1f GB of page-locked memory are in use: copies go on into ordinary memory, more slowly; "
+                "raise engine.extra.pinned_bytes above capture.in_flight_bytes", self._pool.held_bytes / 1e9
+            )  # fmt: skip
+        pageable = torch.empty(num_bytes, dtype=torch.uint8)
+        return pageable, pageable.numpy()
+
+
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """`[T, H]` contiguous as `[num_bytes]` uint8, the same memory."""
+    return rows.view(torch.uint8).flatten()
+
+
+def _failure(request: CaptureRequest, why: str) -> CaptureFailure:
+    error = EngineRefused(f"sample {request.sample_id}: {why}", engine=ENGINE, sample_id=request.sample_id)
+    return CaptureFailure(request.sample_id, request.attempt, error)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device '{name}' is not one of auto, cpu, cuda, cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"engine.device '{name}', but torch {torch.__version__} sees no CUDA device here")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"engine.device '{name}', but there are {torch.cuda.device_count()} CUDA devices")
+        return torch.device("cuda", device.index or 0)
+    return device
+
+
+def _dtype_name(wanted: str, config: Any, path: Any) -> str:
+    if wanted != "auto":
+        return wanted
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        found = "no dtype" if dtype is None else f"dtype '{name}'"
+        raise ConfigError(
+            f"target {path}: its config.json names {found}; set engine.dtype to one of {', '.join(DTYPES)}"
+        )
+    return name
+
+
+def _checked_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    if layers is None:
+        return default_aux_layers(num_layers)
+    outside = [k for k in layers if not 0 <= k <= num_layers]
+    if outside:
+        raise ConfigError(
+            f"capture.aux_layers {outside} lie outside 0..{num_layers}, the target's hidden-state indices "
+            f"(0 = embeddings, {num_layers} = output of the last layer)"
+        )
+    if list(layers) != sorted(set(layers)):
+        raise ConfigError(f"capture.aux_layers {list(layers)} must ascend without repeats")
+    return layers
