@@ -12,7 +12,7 @@ from eyas.records import is_digest
 _PAYLOAD = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.safetensors")
 _RECORD = re.compile(r"([0-9a-f]{32})\.json")
 _TEMPORARY = re.compile(
-    r"\.(?:[0-9a-f]{32}(?:\.[0-9a-f]{32}\.safetensors|\.json)?|\d{5}\.parquet|eyas\.json)\.[0-9a-f]{8}\.tmp"
+    r"\.(?:[0-9a-f]{32}(?:\.[0-9a-f]{32}\.safetensors|\.json)?|\d{5}\.parquet|eyas\.json|manifest\.parquet|heartbeat\.json|run\.toml|verify\.json)\.[0-9a-f]{8}\.tmp"
 )
 _SEGMENT = re.compile(r"(\d{5})\.parquet")
 

@@ -5,6 +5,7 @@ A segment carries the token ids themselves, in plan order, so that capture strea
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -48,6 +49,8 @@ class SegmentHead:
     """Samples that no earlier segment covers."""
     num_tokens: int = 0
     num_new_tokens: int = 0
+    max_tokens: int = 0
+    """Tokens of the longest sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +128,10 @@ class Segment:
                 raise ShardCorrupt(f"{self.path}: token ids of sample {sample_id} differ from its id", path=self.path)
         return samples
 
-    def ids(self) -> Iterator[tuple[ShardPlan, list[bytes], list[int]]]:
-        """`(shard, sample ids, token counts)` without token ids: ids as 16 bytes each."""
-        for shard in self.shards:
-            table = self._file.read_row_group(shard.row_group, columns=["sample_id", "num_tokens"], use_threads=False)
-            yield shard, table["sample_id"].to_pylist(), table["num_tokens"].to_pylist()
+    def ids_of(self, shard: ShardPlan) -> tuple[list[str], list[int]]:
+        """Sample ids and token counts of one shard, in plan order, without the token ids."""
+        table = self._file.read_row_group(shard.row_group, columns=["sample_id", "num_tokens"], use_threads=False)
+        return [value.hex() for value in table["sample_id"].to_pylist()], table["num_tokens"].to_pylist()
 
 
 def write_segment(
@@ -141,7 +143,7 @@ def write_segment(
     """
     temporary = temporary_name(path)
     listing: list[tuple[str, int, int]] = []
-    num_new = num_new_tokens = 0
+    num_new = num_new_tokens = max_tokens = 0
     files.close(files.create(temporary))
     with pq.ParquetWriter(temporary, SCHEMA, compression="zstd", use_dictionary=False) as out:
         for samples, new in shards:
@@ -149,24 +151,23 @@ def write_segment(
             out.write_table(_table(samples), row_group_size=len(samples))
             shard_id = shard_id_of((sample_id for sample_id, _ in samples), head.attempt)
             listing.append((shard_id, len(samples), sum(lengths)))
+            max_tokens = max(max_tokens, *lengths)
             num_new += sum(new)
             num_new_tokens += sum(n for n, is_new in zip(lengths, new, strict=True) if is_new)
-        full = SegmentHead(
-            number=head.number,
-            kind=head.kind,
-            attempt=head.attempt,
-            seed=head.seed,
-            shard_tokens=head.shard_tokens,
-            samples_digest=head.samples_digest,
-            selection=head.selection,
+        full = dataclasses.replace(
+            head,
             num_samples=sum(n for _, n, _ in listing),
             num_new=num_new,
             num_tokens=sum(n for _, _, n in listing),
             num_new_tokens=num_new_tokens,
+            max_tokens=max_tokens,
         )
-        fields = {name: getattr(full, name) for name in SegmentHead.__dataclass_fields__}
         out.add_key_value_metadata(
-            {_HEAD: json.dumps(fields), _SHARDS: json.dumps(listing), b"eyas.format": str(FORMAT_VERSION)}
+            {
+                _HEAD: json.dumps(dataclasses.asdict(full)),
+                _SHARDS: json.dumps(listing),
+                b"eyas.format": str(FORMAT_VERSION),
+            }
         )
     if not listing:
         files.unlink(temporary)

@@ -1,0 +1,251 @@
+"""The manifest: one table over all records, so that a store of a million samples opens at once. Only a cache.
+
+Truth is in the records; the manifest remembers each by size and modification time and is rebuilt where they differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eyas.records import CaptureSpec
+from eyas.store import codec
+from eyas.store import record as records
+from eyas.store.files import temporary_name
+from eyas.store.layout import Layout
+from eyas.store.record import ShardRecord
+
+_VERSION = 1
+_SHARDS = b"eyas.shards"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """What a manifest knows of one shard without opening its record."""
+
+    shard_id: str
+    record_bytes: int
+    record_mtime_ns: int
+    payload_digest: str | None
+    payload_bytes: int
+    num_samples: int
+    num_tokens: int
+    rejects: tuple[tuple[str, str], ...]
+    """`(sample_id, reason)`."""
+    committed_at: float
+    released: bool
+    plain: bool
+    """Raw, every row, one part for each field: places follow from the token counts alone."""
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Columns of the samples of one shard."""
+
+    ids: npt.NDArray[np.uint8]  # [n, 16]
+    num_tokens: npt.NDArray[np.int32]  # [n]
+    offset: npt.NDArray[np.int64]  # [n], start of the sample's block in the payload
+    digests: npt.NDArray[np.uint8]  # [n, 16 * fields]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All committed samples, ordered by shard id and then by place in the shard."""
+
+    shards: tuple[ShardEntry, ...]
+    ids: npt.NDArray[np.uint8]
+    """`[N, 16]`"""
+    num_tokens: npt.NDArray[np.int32]
+    shard: npt.NDArray[np.int32]
+    """`[N]` index into `shards`"""
+    offset: npt.NDArray[np.int64]
+    digests: npt.NDArray[np.uint8]
+    """`[N, 16 * fields]` digests of the stored bytes, field by field."""
+
+
+def load(layout: Layout, spec: CaptureSpec) -> Manifest:
+    """The manifest of what is committed now; what a cache lacks is read from the records, and the cache renewed."""
+    cached = _read_cache(layout.manifest, len(spec.fields))
+    known = {entry.shard_id: i for i, entry in enumerate(cached.shards)} if cached else {}
+    current = _stat_records(layout)
+    if cached and current == {e.shard_id: (e.record_bytes, e.record_mtime_ns) for e in cached.shards}:
+        return cached
+    bounds = _bounds(cached) if cached else np.zeros(1, np.int64)
+    entries: list[ShardEntry] = []
+    rows: list[_Rows] = []
+    for shard_id in sorted(current):
+        i = known.get(shard_id)
+        entry = cached.shards[i] if cached and i is not None else None
+        if cached and i is not None and entry and (entry.record_bytes, entry.record_mtime_ns) == current[shard_id]:
+            part = slice(bounds[i], bounds[i + 1])
+            entries.append(entry)
+            rows.append(_Rows(cached.ids[part], cached.num_tokens[part], cached.offset[part], cached.digests[part]))
+        else:
+            path = layout.record(shard_id)
+            record = records.read(path)
+            records.require_spec(record, spec, path)
+            entries.append(_entry(record, *current[shard_id]))
+            rows.append(_rows(record, spec))
+    manifest = _assemble(entries, rows, len(spec.fields))
+    _write_cache(layout.manifest, manifest)
+    return manifest
+
+
+def summaries(layout: Layout, spec: CaptureSpec) -> list[ShardEntry]:
+    """The shards alone, for counting: no memory per sample beyond one record at a time. Writes no cache."""
+    current = _stat_records(layout)
+    cached = {e.shard_id: e for e in _read_entries(layout.manifest)}
+    found = []
+    for shard_id in sorted(current):
+        entry = cached.get(shard_id)
+        if entry is None or (entry.record_bytes, entry.record_mtime_ns) != current[shard_id]:
+            path = layout.record(shard_id)
+            record = records.read(path)
+            records.require_spec(record, spec, path)
+            entry = _entry(record, *current[shard_id])
+        found.append(entry)
+    return found
+
+
+def _stat_records(layout: Layout) -> dict[str, tuple[int, int]]:
+    found = {}
+    for shard_id in layout.record_ids():
+        stat = layout.record(shard_id).stat()
+        found[shard_id] = (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+def _entry(record: ShardRecord, record_bytes: int, record_mtime_ns: int) -> ShardEntry:
+    plain = all(
+        e.codec == codec.RAW and e.rows is None and list(e.parts) == [codec.WHOLE] for e in record.fields.values()
+    )
+    return ShardEntry(
+        shard_id=record.shard_id,
+        record_bytes=record_bytes,
+        record_mtime_ns=record_mtime_ns,
+        payload_digest=record.payload_digest,
+        payload_bytes=record.payload_bytes,
+        num_samples=len(record.sample_ids),
+        num_tokens=record.total_tokens,
+        rejects=tuple((r.sample_id, r.reason) for r in record.rejects),
+        committed_at=record.committed_at,
+        released=record.released,
+        plain=plain,
+    )
+
+
+def _rows(record: ShardRecord, spec: CaptureSpec) -> _Rows:
+    n, num_fields = len(record.sample_ids), len(spec.fields)
+    digests = np.zeros((n, num_fields, 16), np.uint8)
+    offset = np.zeros(n, np.int64)
+    for f, entry in enumerate(record.fields.values()):
+        part = next(iter(entry.parts.values()))
+        digests[:, f] = np.frombuffer(bytes.fromhex("".join(part.digest)), np.uint8).reshape(n, 16)
+        if f == 0:
+            offset = np.array(part.offset, dtype=np.int64)
+    ids = np.frombuffer(bytes.fromhex("".join(record.sample_ids)), np.uint8).reshape(n, 16)
+    return _Rows(ids, np.array(record.num_tokens, np.int32), offset, digests.reshape(n, -1))
+
+
+def _assemble(entries: list[ShardEntry], rows: list[_Rows], num_fields: int) -> Manifest:
+    empty = _Rows(
+        np.zeros((0, 16), np.uint8),
+        np.zeros(0, np.int32),
+        np.zeros(0, np.int64),
+        np.zeros((0, 16 * num_fields), np.uint8),
+    )
+    rows = [empty, *rows]
+    counts = [entry.num_samples for entry in entries]
+    return Manifest(
+        shards=tuple(entries),
+        ids=np.concatenate([r.ids for r in rows]),
+        num_tokens=np.concatenate([r.num_tokens for r in rows]),
+        shard=np.repeat(np.arange(len(entries), dtype=np.int32), counts),
+        offset=np.concatenate([r.offset for r in rows]),
+        digests=np.concatenate([r.digests for r in rows]),
+    )
+
+
+def _bounds(manifest: Manifest) -> npt.NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum([e.num_samples for e in manifest.shards], dtype=np.int64)]).astype(np.int64)
+
+
+def _write_cache(path: Path, manifest: Manifest) -> None:
+    """Best effort: a reader without the right to write does without."""
+    width = manifest.digests.shape[1]
+    table = pa.table(
+        {
+            "sample_id": _fixed(manifest.ids, 16),
+            "num_tokens": pa.array(manifest.num_tokens),
+            "offset": pa.array(manifest.offset),
+            "digests": _fixed(manifest.digests, width),
+        }
+    )
+    listing = [asdict(entry) for entry in manifest.shards]
+    table = table.replace_schema_metadata({_SHARDS: json.dumps({"version": _VERSION, "shards": listing})})
+    temporary = temporary_name(path)
+    try:
+        pq.write_table(table, temporary, compression="none", use_dictionary=False, write_statistics=False)
+        temporary.chmod(0o600)
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+
+
+def _fixed(values: npt.NDArray[np.uint8], width: int) -> pa.Array:
+    return pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(width), len(values), [None, pa.py_buffer(np.ascontiguousarray(values))]
+    )
+
+
+def _read_entries(path: Path) -> list[ShardEntry]:
+    """The shard list of a cache; nothing where the cache is absent, damaged or of another version."""
+    try:
+        listing = json.loads(pq.read_schema(path).metadata[_SHARDS])
+        return _parse_entries(listing["shards"]) if listing["version"] == _VERSION else []
+    except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError):
+        return []
+
+
+def _parse_entries(listing: Iterable[dict[str, object]]) -> list[ShardEntry]:
+    return [
+        ShardEntry(**{**entry, "rejects": tuple((r[0], r[1]) for r in entry["rejects"])})  # type: ignore[arg-type, attr-defined]
+        for entry in listing
+    ]
+
+
+def _read_cache(path: Path, num_fields: int) -> Manifest | None:
+    entries = _read_entries(path)
+    if not entries:
+        return None
+    try:
+        table = pq.read_table(path, memory_map=False)
+        ids = _bytes_of(table["sample_id"], 16)
+        digests = _bytes_of(table["digests"], 16 * num_fields)
+        num_tokens = table["num_tokens"].to_numpy().astype(np.int32)
+        offset = table["offset"].to_numpy().astype(np.int64)
+    except (OSError, pa.ArrowInvalid, KeyError, ValueError):
+        return None
+    counts = [entry.num_samples for entry in entries]
+    if not sum(counts) == len(ids) == len(digests) == len(num_tokens) == len(offset):
+        return None
+    shard = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
+    return Manifest(tuple(entries), ids, num_tokens, shard, offset, digests)
+
+
+def _bytes_of(column: pa.ChunkedArray, width: int) -> npt.NDArray[np.uint8]:
+    """`[N, width]` bytes of a fixed-size column."""
+    pieces = [
+        np.frombuffer(chunk.buffers()[1], np.uint8)[chunk.offset * width : (chunk.offset + len(chunk)) * width]
+        for chunk in column.chunks
+        if len(chunk)
+    ]
+    flat = np.concatenate(pieces) if pieces else np.zeros(0, np.uint8)
+    return flat.reshape(-1, width)

@@ -1,0 +1,170 @@
+"""Several data sets with one fingerprint become one, by metadata alone: payloads are hard links."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyas.errors import ConfigError, SpecMismatch, StoreError
+from eyas.records import TokenIds
+from eyas.store import record as records
+from eyas.store.files import put_if_absent
+from eyas.store.layout import Layout
+from eyas.store.plan import Segment, ShardPlan, write_segment
+from eyas.store.record import FieldEntry, Part, ShardRecord, to_bytes
+from eyas.store.shard import payload_path
+from eyas.store.writer import DataSetWriter, lock, read_head
+
+
+@dataclass(frozen=True, slots=True)
+class MergeReceipt:
+    """What a merge made. Samples: `seen = merged + duplicates`, over committed ones."""
+
+    root: str
+    sources: tuple[str, ...]
+    shards: int
+    samples: int
+    duplicates: int
+    """Samples that an earlier source already had; their rows stay in the payload, unnamed by its record."""
+
+
+def merge(root: Path, sources: Sequence[Path]) -> MergeReceipt:
+    """Make the new data set `root` out of `sources`, earlier ones first where they overlap.
+
+    Raises SpecMismatch when fingerprints differ, ConfigError when `root` exists with contents, StoreError when a source
+    is unfinished, being written, or on another file system (a hard link cannot cross it).
+    """
+    if not sources:
+        raise ConfigError("merge needs at least one data set")
+    if root.exists() and any(root.iterdir()):
+        raise ConfigError(f"{root}: exists and is not empty; merge makes a new data set")
+    specs = [read_head(Layout(source).head) for source in sources]
+    for source, spec in zip(sources, specs, strict=True):
+        if spec != specs[0]:
+            raise SpecMismatch(
+                f"{source}: made under another spec than {sources[0]} ({'; '.join(specs[0].differences(spec))})",
+                path=source,
+            )
+    locks = [lock(Layout(source).lock) for source in sources]
+    try:
+        with DataSetWriter(root, specs[0]) as out:
+            merger = _Merger(out)
+            for source in sources:
+                merger.add(Layout(source))
+            return merger.receipt(root, sources)
+    finally:
+        for fd in locks:
+            os.close(fd)
+
+
+class _Merger:
+    """Adds one source after the other; remembers which samples are planned and committed."""
+
+    def __init__(self, out: DataSetWriter) -> None:
+        self._out = out
+        self._planned: set[str] = set()
+        self._committed: set[str] = set()
+        self._shards: set[str] = set()
+        self._number = 0
+        self._duplicates = 0
+
+    def add(self, source: Layout) -> None:
+        done = source.record_ids()
+        for path in source.segments():
+            with Segment(path) as segment:
+                pending = [shard for shard in segment.shards if shard.shard_id not in done]
+                if pending:
+                    raise StoreError(
+                        f"{source.root}: {len(pending)} of its shards are pending; finish it with 'eyas capture' first",
+                        path=source.root,
+                    )
+                fresh = [shard for shard in segment.shards if shard.shard_id not in self._shards]
+                head = dataclasses.replace(segment.head, number=self._number, kind="merge")
+                if write_segment(
+                    self._out.files, self._out.layout.segment(self._number), head, self._cut(segment, fresh)
+                ):
+                    self._number += 1
+                for shard in fresh:
+                    self._link(source, shard)
+
+    def _cut(
+        self, segment: Segment, shards: list[ShardPlan]
+    ) -> Iterator[tuple[list[tuple[str, TokenIds]], list[bool]]]:
+        for shard in shards:
+            samples = segment.read(shard)
+            new = [sample_id not in self._planned for sample_id, _ in samples]
+            self._planned.update(sample_id for sample_id, _ in samples)
+            yield samples, new
+
+    def _link(self, source: Layout, shard: ShardPlan) -> None:
+        path = source.record(shard.shard_id)
+        record = records.read(path)
+        records.require_spec(record, self._out.spec, path)
+        record = without(record, self._committed)
+        self._duplicates += len(record.duplicates)
+        if record.payload_digest is not None and not record.released:
+            payload = payload_path(source, record)
+            try:
+                self._out.files.link(payload, self._out.layout.shards / payload.name)
+            except OSError as error:
+                raise StoreError(
+                    f"{payload}: cannot be linked into {self._out.layout.root} ({error.strerror}); "
+                    "merge needs sources that are whole and on the same file system",
+                    path=payload,
+                ) from None
+            self._out.files.sync_directory(self._out.layout.shards)
+        put_if_absent(self._out.files, self._out.layout.record(shard.shard_id), to_bytes(record))
+        self._committed.update(record.sample_ids)
+        self._shards.add(shard.shard_id)
+
+    def receipt(self, root: Path, sources: Sequence[Path]) -> MergeReceipt:
+        return MergeReceipt(
+            str(root), tuple(map(str, sources)), len(self._shards), len(self._committed), self._duplicates
+        )
+
+
+def without(record: ShardRecord, taken: set[str]) -> ShardRecord:
+    """The record with samples of `taken` moved to `duplicates`: the payload is untouched, its rows no longer named."""
+    keep = [j for j, sample_id in enumerate(record.sample_ids) if sample_id not in taken]
+    if len(keep) == len(record.sample_ids):
+        return record
+    gone = tuple(s for s in record.sample_ids if s in taken)
+    if not keep:
+        return dataclasses.replace(
+            record,
+            sample_ids=(),
+            positions=(),
+            num_tokens=(),
+            fields={},
+            duplicates=(*record.duplicates, *gone),
+            payload_digest=None,
+            payload_bytes=0,
+            header_bytes=0,
+        )
+    return dataclasses.replace(
+        record,
+        sample_ids=tuple(record.sample_ids[j] for j in keep),
+        positions=tuple(record.positions[j] for j in keep),
+        num_tokens=tuple(record.num_tokens[j] for j in keep),
+        fields={name: _pick(entry, keep) for name, entry in record.fields.items()},
+        duplicates=(*record.duplicates, *gone),
+    )
+
+
+def _pick(entry: FieldEntry, keep: list[int]) -> FieldEntry:
+    return dataclasses.replace(
+        entry,
+        parts={
+            name: Part(
+                tuple(part.offset[j] for j in keep),
+                tuple(part.num_bytes[j] for j in keep),
+                tuple(part.digest[j] for j in keep),
+            )
+            for name, part in entry.parts.items()
+        },
+        rows=None if entry.rows is None else tuple(entry.rows[j] for j in keep),
+        digest=None if entry.digest is None else tuple(entry.digest[j] for j in keep),
+    )

@@ -1,0 +1,285 @@
+"""Reading a data set: by index or by sample id, each sample with one `pread` into a buffer of the caller's.
+
+Letters: `N` samples, `T` tokens of one, `A` auxiliary layers, `H` hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from eyas.errors import ShardCorrupt, ShardMissing, StoreError
+from eyas.records import CaptureSpec
+from eyas.store import manifest
+from eyas.store.layout import Layout
+from eyas.store.values import row_bytes
+from eyas.store.writer import read_head
+
+if TYPE_CHECKING:
+    import torch
+
+_OPEN_FILES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSample:
+    """One sample's fields over one buffer, field after field."""
+
+    sample_id: str
+    num_tokens: int
+    spec: CaptureSpec
+    data: memoryview
+    """The bytes of all fields; `[fields, T, H]` in `spec.dtype`."""
+
+    def field(self, name: str) -> memoryview:
+        """The bytes of one field, `[T, H]`, without a copy."""
+        size = self.num_tokens * row_bytes(self.spec.dtype, self.spec.hidden_size)
+        at = self.spec.fields.index(name) * size
+        return self.data[at : at + size]
+
+    def tensors(self) -> torch.Tensor:
+        """`[A + 1, T, H]`: auxiliary layers ascending, then the last state; a view of the buffer."""
+        import torch
+
+        flat = torch.frombuffer(self.data, dtype=getattr(torch, self.spec.dtype))
+        return flat.view(len(self.spec.fields), self.num_tokens, self.spec.hidden_size)
+
+    def aux_hidden_states(self) -> torch.Tensor:
+        """`[T, A, H]`: a view of the buffer."""
+        return self.tensors()[:-1].transpose(0, 1)
+
+    def last_hidden_state(self) -> torch.Tensor:
+        """`[T, H]`, before or after the final norm as `spec.last_hidden_norm` says; a view of the buffer."""
+        return self.tensors()[-1]
+
+
+class DataSet:
+    """A data set open for reading, map-style: what was committed when it was opened. Opening reads no payload.
+
+    Order of indices: by shard id, then by place in the shard; it does not depend on when or where shards were made.
+    Safe to use from several threads. Pickles as its path, so that a loader's workers open their own files.
+    """
+
+    def __init__(self, root: Path | str, *, check: bool = True) -> None:
+        """With `check`, each field's digest is compared as it is read.
+
+        Raises StoreError where there is no data set, ShardCorrupt where a record is damaged, SpecMismatch where a
+        record belongs to another data set.
+        """
+        self.layout = Layout(Path(root))
+        self.spec = read_head(self.layout.head)
+        self._check = check
+        self._manifest = manifest.load(self.layout, self.spec)
+        for shard in self._manifest.shards:
+            if not shard.plain:
+                raise StoreError(
+                    f"{self.layout.record(shard.shard_id)}: stores only some rows or several parts of a sample, "
+                    "which this eyas cannot read; use a newer one",
+                    path=self.layout.record(shard.shard_id),
+                )
+        self._open: OrderedDict[int, _OpenFile] = OrderedDict()
+        self._order: npt.NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self._manifest.ids)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.spec.fingerprint
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._manifest.num_tokens.sum(dtype=np.int64))
+
+    @property
+    def token_counts(self) -> npt.NDArray[np.int32]:
+        """`[N]` tokens of each sample."""
+        return self._manifest.num_tokens
+
+    def sample_id(self, index: int) -> str:
+        return bytes(self._manifest.ids[index]).hex()
+
+    def sample_bytes(self, index: int) -> int:
+        """Bytes of one sample: the size of the buffer that `read_into` needs."""
+        return int(self._manifest.num_tokens[index]) * self.spec.bytes_per_token
+
+    def index_of(self, sample_id: str) -> int:
+        """The index of a sample; KeyError where it is not in the data set."""
+        ids = self._manifest.ids
+        keys = ids.view(">u8").reshape(-1, 2) if len(ids) else np.zeros((0, 2), ">u8")
+        if self._order is None:
+            self._order = np.lexsort((keys[:, 1], keys[:, 0]))
+        try:
+            wanted = np.frombuffer(bytes.fromhex(sample_id), ">u8")
+        except ValueError:
+            raise KeyError(sample_id) from None
+        if wanted.shape == (2,):
+            at = int(np.searchsorted(keys[:, 0], wanted[0], sorter=self._order))
+            while at < len(ids) and keys[self._order[at], 0] == wanted[0]:
+                if keys[self._order[at], 1] == wanted[1]:
+                    return int(self._order[at])
+                at += 1
+        raise KeyError(sample_id)
+
+    def __getitem__(self, index: int) -> StoredSample:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        return self.read_into(index, memoryview(bytearray(self.sample_bytes(index))))
+
+    def read_into(self, index: int, buffer: memoryview) -> StoredSample:
+        """Read one sample into the front of a writable buffer (pinned memory, say) of at least `sample_bytes(index)`.
+
+        Raises ShardMissing or ShardCorrupt, naming the file.
+        """
+        size = self.sample_bytes(index)
+        view = buffer.cast("B")[:size]
+        if view.nbytes < size:
+            raise ValueError(f"buffer of {view.nbytes} bytes for a sample of {size}")
+        shard = int(self._manifest.shard[index])
+        file = self._file(shard)
+        got = pread_into(file.fd, view, int(self._manifest.offset[index]))
+        if got != size:
+            raise ShardCorrupt(
+                f"{file.path}: ends {size - got} bytes early; run 'eyas verify --repair {self.layout.root}'",
+                path=file.path,
+            )
+        sample = StoredSample(self.sample_id(index), int(self._manifest.num_tokens[index]), self.spec, view)
+        if self._check:
+            self._check_digests(index, sample, file.path)
+        return sample
+
+    def permutation(self, *, seed: int, epoch: int = 0, position: int = 0) -> Permutation:
+        """A walk over all samples in an order that follows from the sample ids and `seed` alone."""
+        return Permutation(self._manifest.ids, seed=seed, epoch=epoch, position=position)
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.layout.root, self._check)
+
+    def _check_digests(self, index: int, sample: StoredSample, path: Path) -> None:
+        expected = self._manifest.digests[index].tobytes()
+        for f, name in enumerate(self.spec.fields):
+            if xxhash.xxh3_128_digest(sample.field(name)) != expected[16 * f : 16 * f + 16]:
+                raise ShardCorrupt(
+                    f"{path}: {name} of sample {sample.sample_id} differs from its digest; "
+                    f"run 'eyas verify --repair {self.layout.root}'",
+                    path=path,
+                )
+
+    def _file(self, shard: int) -> _OpenFile:
+        file = self._open.get(shard)
+        if file is None:
+            entry = self._manifest.shards[shard]
+            assert entry.payload_digest is not None
+            path = self.layout.payload(entry.shard_id, entry.payload_digest)
+            if entry.released:
+                raise ShardMissing(f"{path}: was released on purpose; capture it again to read it", path=path)
+            file = _OpenFile(path, self.layout.root)
+            # A file that leaves the table is closed when its last reader lets go of it, never under a read.
+            self._open[shard] = file
+            while len(self._open) > _OPEN_FILES:
+                self._open.popitem(last=False)
+        return file
+
+
+class _OpenFile:
+    """A payload's descriptor, closed with its last reference."""
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self.path = path
+        self.fd = -1
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ShardMissing(f"{path}: payload is gone; run 'eyas verify --repair {root}'", path=path) from None
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror}", path=path) from None
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    __del__ = close
+
+
+def _reopen(root: Path, check: bool) -> DataSet:
+    return DataSet(root, check=check)
+
+
+def pread_into(fd: int, view: memoryview, offset: int) -> int:
+    """Fill `view` from `offset`; returns fewer bytes only at the end of the file."""
+    done = 0
+    while done < view.nbytes:
+        got = os.preadv(fd, [view[done:]], offset + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+class PermutationState(TypedDict):
+    """Where a walk stands; enough to go on from there on any machine."""
+
+    seed: int
+    epoch: int
+    position: int
+
+
+class Permutation:
+    """An endless walk over sample indices, a new order each epoch, that can be left and taken up anywhere.
+
+    Order: ascending `mix64(low half of the sample id XOR mix64(mix64(seed) + epoch))`, ties by the whole id, with mix64
+    the finalizer of SplitMix64 (Steele, Lea and Flood 2014). It depends on ids and integers alone: not on a random
+    number library, on shards, or on the order of capture. 8 bytes a sample.
+    """
+
+    def __init__(self, ids: npt.NDArray[np.uint8], *, seed: int, epoch: int = 0, position: int = 0) -> None:
+        if not 0 <= position <= len(ids) or epoch < 0:
+            raise ValueError(f"position {position} of {len(ids)} or epoch {epoch} is out of range")
+        self._ids, self._seed, self._epoch, self._position = ids, seed, epoch, position
+        self._indices: npt.NDArray[np.int64] | None = None
+
+    def indices(self) -> npt.NDArray[np.int64]:
+        """`[N]`: this epoch's order."""
+        if self._indices is None:
+            high, low = self._ids.view("<u8").reshape(-1, 2).T if len(self._ids) else np.zeros((2, 0), "<u8")
+            key = _mix64(_mix64(np.uint64(self._seed & (2**64 - 1))) + np.uint64(self._epoch))
+            self._indices = np.lexsort((high, low, _mix64(low ^ key)))
+        return self._indices
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if not len(self._ids):
+            raise StopIteration
+        if self._position == len(self._ids):
+            self._epoch, self._position, self._indices = self._epoch + 1, 0, None
+        index = int(self.indices()[self._position])
+        self._position += 1
+        return index
+
+    @property
+    def state(self) -> PermutationState:
+        return {"seed": self._seed, "epoch": self._epoch, "position": self._position}
+
+
+def _mix64(x: Any) -> Any:
+    with np.errstate(over="ignore"):
+        z = x + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))

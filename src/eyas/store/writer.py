@@ -1,0 +1,151 @@
+"""A data set open for writing: one process at a time, held by its lock."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pydantic import ValidationError
+
+from eyas import __version__
+from eyas.errors import DataSetLocked, ShardCorrupt, SpecMismatch, StoreError
+from eyas.records import FORMAT_VERSION, CaptureSpec, canonical_json
+from eyas.store import record as records
+from eyas.store.files import Files, put_if_absent, raise_store_error
+from eyas.store.layout import Layout
+from eyas.store.plan import Segment, ShardPlan
+from eyas.store.shard import PlannedSample, ShardWriter
+
+
+class DataSetWriter:
+    """Creates or goes on with a data set. Removes what a killed run left unfinished, and nothing that is not ours."""
+
+    def __init__(self, root: Path, spec: CaptureSpec, *, files: Files | None = None) -> None:
+        """Raises DataSetLocked when another process holds it, SpecMismatch when it was made under another spec."""
+        self.layout = Layout(root)
+        self.spec = spec
+        self.files = files if files is not None else Files()
+        self._lock_fd: int | None = None
+        try:
+            for directory in (root, self.layout.shards, self.layout.records, self.layout.plan):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise_store_error(error, root, "creating the data set")
+        self._lock_fd = lock(self.layout.lock)
+        try:
+            self._require_or_write_head()
+            self.orphans_removed = remove_orphans(self.files, self.layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def segments(self) -> list[Segment]:
+        """The plan so far, in order."""
+        return [Segment(path) for path in self.layout.segments()]
+
+    def shard_writer(self, plan: ShardPlan, planned: Sequence[PlannedSample]) -> ShardWriter:
+        return ShardWriter(self.files, self.layout, self.spec, plan.shard_id, planned)
+
+    def close(self) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def __enter__(self) -> DataSetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_or_write_head(self) -> None:
+        path = self.layout.head
+        if not path.exists():
+            if self.layout.record_ids() or self.layout.segments():
+                raise StoreError(f"{path}: missing, but the directory holds records; restore it from a copy", path=path)
+            body = {
+                "format": FORMAT_VERSION,
+                "requires": [],
+                "fingerprint": self.spec.fingerprint,
+                "spec": self.spec.model_dump(mode="json"),
+                "made_by": f"eyas {__version__}",
+            }
+            try:
+                put_if_absent(self.files, path, canonical_json(body) + b"\n")
+            except OSError as error:
+                raise_store_error(error, path, "creating the data set")
+        spec = read_head(path)
+        if spec != self.spec:
+            differences = "; ".join(self.spec.differences(spec))
+            raise SpecMismatch(
+                f"{path.parent}: made under another spec ({differences}); choose another capture.out, or undo that",
+                path=path,
+            )
+
+
+def read_head(path: Path) -> CaptureSpec:
+    """The spec of a data set. Raises StoreError where there is none, ShardCorrupt where it is damaged."""
+    try:
+        body: Any = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreError(
+            f"{path.parent}: not a data set (no {path.name}); give the directory named by capture.out", path=path
+        ) from None
+    except OSError as error:
+        raise_store_error(error, path, "reading the data set's head")
+    except ValueError as error:
+        raise ShardCorrupt(f"{path}: not JSON ({error}); restore it from a copy", path=path) from None
+    try:
+        version, requires = body["format"], body["requires"]
+        if type(version) is not int or version < 1:
+            raise ValueError(f"'format' is {version!r}")
+        if version > FORMAT_VERSION or set(requires) - records.KNOWN_REQUIREMENTS:
+            raise StoreError(f"{path}: made by a newer eyas (format {version}, {requires}); use that one", path=path)
+        spec = CaptureSpec.model_validate(body["spec"])
+        fingerprint = body["fingerprint"]
+    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        raise ShardCorrupt(
+            f"{path}: damaged ({type(error).__name__}: {error}); restore it from a copy".replace("\n", " "), path=path
+        ) from None
+    if fingerprint != spec.fingerprint:
+        raise ShardCorrupt(f"{path}: the fingerprint does not fit the spec; restore it from a copy", path=path)
+    return spec
+
+
+def lock(path: Path) -> int:
+    """Take the data set's lock, which the kernel gives back however the process ends; returns its descriptor."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
+        os.close(fd)
+        raise DataSetLocked(
+            f"{path.parent}: {holder} is writing to it; wait, or stop that process ('eyas status {path.parent}')",
+            path=path,
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return fd
+
+
+def remove_orphans(files: Files, layout: Layout) -> int:
+    """Remove temporary files and payloads that no record names; call it under the lock. Returns how many."""
+    orphans = layout.temporaries()
+    committed = layout.record_ids()
+    for shard_id, payloads in layout.payloads().items():
+        if shard_id not in committed:
+            orphans += payloads
+        elif len(payloads) > 1:
+            named = records.read(layout.record(shard_id)).payload_name
+            orphans += [path for path in payloads if path.name != named]
+    for path in orphans:
+        files.unlink(path)
+    return len(orphans)
