@@ -383,8 +383,12 @@ class _FastTokens:
         after = int(np.searchsorted(self._starts, chars, side="left"))
         if after > before:
             return _Cut(before, after, clean=False)
-        # Added tokens split the text for good, so only what follows the last of them can come out otherwise alone.
-        nearest = int(np.searchsorted(self._added, before)) - 1
+        # Added tokens split the text for good: one behind the boundary keeps both sides apart, and before the boundary
+        # only what follows the last of them can come out otherwise alone.
+        following = int(np.searchsorted(self._added, before))
+        if before == len(self.ids) or (following < len(self._added) and self._added[following] == before):
+            return _Cut(before, before, clean=True)
+        nearest = following - 1
         first = int(self._added[nearest]) if nearest >= 0 else 0
         tail = self._text[int(self._starts[first]) if nearest >= 0 else 0 : chars]
         return _Cut(before, before, clean=self._masker._encode_tail(tail) == self.ids[first:before].tolist())
