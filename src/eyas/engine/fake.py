@@ -243,20 +243,20 @@ class FakeHead:
         self._weight = rng.standard_normal((self._vocab, settings.hidden_size)).astype(np.float32)
 
     def next_logprobs(
-        self, last: npt.NDArray[np.float32], next_ids: npt.NDArray[np.integer], norm: str
+        self, last: npt.NDArray[np.float32], next_ids: npt.ArrayLike, norm: Literal["pre", "post"]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Log-probability of `next_ids [n]` at each row of `last [n, H]`, and the arg-max; ids count modulo 512."""
         logits = (last if norm == "post" else normed(last)) @ self._weight.T
         top = logits.max(axis=1)
         lse = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
         rows = np.arange(len(last))
-        return (logits[rows, next_ids % self._vocab] - lse).astype(np.float32), logits.argmax(axis=1)
+        return np.asarray(logits[rows, np.asarray(next_ids) % self._vocab] - lse, np.float32), logits.argmax(axis=1)
 
 
 def normed(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """The fake target's final norm: root-mean-square over `H`, no weight."""
     scale = np.sqrt(np.mean(values**2, axis=1, keepdims=True) + 1e-6)
-    return (values / scale).astype(np.float32)
+    return np.asarray(values / scale, np.float32)
 
 
 def to_block(values: npt.NDArray[np.float32], dtype: str) -> StateBlock:
@@ -281,5 +281,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _uniform(prefix: npt.NDArray[np.uint64], width: int, salt: int) -> npt.NDArray[np.float32]:
     """`[T, width]` numbers in -1..1, one stream for each salt."""
     columns = _mix(np.arange(width, dtype=np.uint64) + np.uint64(1_000_003 * (salt + 1)))
-    bits = _mix(prefix[:, None] + columns[None, :])
-    return ((bits >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23)) - np.float32(1)
+    unit: npt.NDArray[np.float32] = (_mix(prefix[:, None] + columns[None, :]) >> np.uint64(40)).astype(np.float32)
+    unit *= np.float32(2.0**-23)
+    unit -= np.float32(1)
+    return unit

@@ -41,6 +41,11 @@ class Layout:
         return self.root / "plan"
 
     @property
+    def scratch(self) -> Path:
+        """Room for files that only a running process needs; removed whole by the next one."""
+        return self.root / ".scratch"
+
+    @property
     def lock(self) -> Path:
         return self.root / "lock"
 

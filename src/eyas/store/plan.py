@@ -85,7 +85,7 @@ class Segment:
         self.path = path
         try:
             self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False)
-            metadata = self._file.schema_arrow.metadata or {}
+            metadata = self._file.metadata.metadata or {}
             self.head = SegmentHead(**json.loads(metadata[_HEAD]))
             shards = json.loads(metadata[_SHARDS])
         except FileNotFoundError:
@@ -103,6 +103,9 @@ class Segment:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._file.close()
 
     def read(self, shard: ShardPlan) -> list[tuple[str, TokenIds]]:

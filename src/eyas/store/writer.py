@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,6 +42,7 @@ class DataSetWriter:
         self._lock_fd = lock(self.layout.lock)
         try:
             self._require_or_write_head()
+            shutil.rmtree(self.layout.scratch, ignore_errors=True)
             self.orphans_removed = remove_orphans(self.files, self.layout)
         except BaseException:
             self.close()
@@ -48,6 +51,15 @@ class DataSetWriter:
     def segments(self) -> list[Segment]:
         """The plan so far, in order."""
         return [Segment(path) for path in self.layout.segments()]
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """An empty directory on the data set's disk, removed afterwards; after a kill, by the next run."""
+        self.layout.scratch.mkdir(mode=0o700)
+        try:
+            yield self.layout.scratch
+        finally:
+            shutil.rmtree(self.layout.scratch, ignore_errors=True)
 
     def shard_writer(self, plan: ShardPlan, planned: Sequence[PlannedSample]) -> ShardWriter:
         return ShardWriter(self.files, self.layout, self.spec, plan.shard_id, planned)

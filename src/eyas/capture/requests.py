@@ -1,0 +1,175 @@
+"""What an engine takes its work from: requests in plan order, each with its bytes reserved before it is sent."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from eyas.engine.base import CaptureRequest
+from eyas.records import TokenIds
+from eyas.store.plan import ShardPlan
+from eyas.store.shard import PlannedSample
+
+
+@dataclass(frozen=True, slots=True)
+class OpenShard:
+    """A shard being captured."""
+
+    plan: ShardPlan
+    planned: tuple[PlannedSample, ...]
+
+
+@dataclass(slots=True)
+class Slot:
+    """One planned sample on its way: from the reservation of its bytes until it is written or rejected."""
+
+    sequence: int
+    """Place in the order of writing."""
+    shard: OpenShard
+    sample_id: str
+    token_ids: TokenIds
+    num_bytes: int
+    checked: bool
+    """Its values are to be compared with the engine's own."""
+    attempt: int = 1
+    taken_at: float = 0.0
+    """Monotonic time at which the engine took the current attempt."""
+    alone: bool = False
+    """To be handed out by itself, since it may be what ends the engine."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class Batch:
+    """A handful of samples asked for at once, outside the plan: a probe, a re-check."""
+
+    def __init__(self, requests: Sequence[CaptureRequest]) -> None:
+        self._requests = list(requests)
+
+    def take(self, max_tokens: int, *, wait: bool) -> list[CaptureRequest]:
+        """All of them together, whatever `max_tokens` says, so that they share batches; then nothing."""
+        taken, self._requests = self._requests, []
+        return taken
+
+
+@dataclass(slots=True)
+class Requests:
+    """Hands out slots in plan order while bytes are left, retries first. Thread-safe.
+
+    `slots` is consumed lazily. A slot's bytes stay reserved until `release`. Since bytes are reserved in plan order,
+    the sample that must be written next always has its own: no order of answers can lock the run up.
+    """
+
+    slots: Iterator[Slot]
+    quota_bytes: int
+    on_take: Callable[[Slot], None] = lambda slot: None
+    in_flight_bytes: int = 0
+    in_flight_samples: int = 0
+    last_activity: float = field(default_factory=time.monotonic)
+    """Monotonic time at which the engine last asked for work."""
+    _retries: list[tuple[float, int, Slot]] = field(default_factory=list)
+    _next: Slot | None = None
+    _exhausted: bool = False
+    _lonely: bool = False
+    _closed: bool = False
+    _ready: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, max_tokens: int, *, wait: bool) -> list[CaptureRequest]:
+        """As `engine.base.RequestSource.take`."""
+        with self._ready:
+            while True:
+                self.last_activity = time.monotonic()
+                taken = self._take_now(max_tokens)
+                if taken or not wait or self._done():
+                    return taken
+                self._ready.wait(self._pause())
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot's bytes back: it is written or rejected."""
+        with self._ready:
+            self.in_flight_bytes -= slot.num_bytes
+            self.in_flight_samples -= 1
+            self._ready.notify_all()
+
+    def retry(self, slot: Slot, *, after_s: float, alone: bool = False) -> None:
+        """Hand a slot out once more, not before `after_s` seconds have passed; its bytes stay reserved."""
+        with self._ready:
+            slot.alone = alone
+            heapq.heappush(self._retries, (time.monotonic() + after_s, slot.sequence, slot))
+            self._ready.notify_all()
+
+    def settle(self) -> None:
+        """Some outcome arrived: whoever had the engine alone has it no longer."""
+        with self._ready:
+            if self._lonely:
+                self._lonely = False
+                self._ready.notify_all()
+
+    @property
+    def waiting_retries(self) -> int:
+        """Tokens of the retries that are due to be taken."""
+        with self._ready:
+            now = time.monotonic()
+            return sum(slot.num_tokens for due, _, slot in self._retries if due <= now)
+
+    def close(self) -> None:
+        """No more work, whatever is left."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def finished(self) -> bool:
+        """Everything was handed out and given back."""
+        with self._ready:
+            return self._done()
+
+    def _done(self) -> bool:
+        return self._closed or (self._exhausted and self._next is None and self.in_flight_samples == 0)
+
+    def _pause(self) -> float | None:
+        """Until the next retry is due; None = until something happens."""
+        return max(0.0, self._retries[0][0] - time.monotonic()) if self._retries else None
+
+    def _take_now(self, max_tokens: int) -> list[CaptureRequest]:
+        taken: list[CaptureRequest] = []
+        tokens = 0
+        now = time.monotonic()
+        while not (self._closed or self._lonely):
+            slot = self._peek(now)
+            if slot is None or (taken and (slot.alone or tokens + slot.num_tokens > max_tokens)):
+                break
+            self._lonely = slot.alone
+            self._pop(slot)
+            slot.taken_at = now
+            tokens += slot.num_tokens
+            taken.append(CaptureRequest(slot.sample_id, slot.token_ids, slot.attempt, slot.checked))
+            self.on_take(slot)
+        return taken
+
+    def _peek(self, now: float) -> Slot | None:
+        if self._retries and self._retries[0][0] <= now:
+            return self._retries[0][2]
+        if self._next is None and not self._exhausted:
+            self._next = next(self.slots, None)
+            self._exhausted = self._next is None
+        if self._next is not None and self.in_flight_bytes + self._next.num_bytes <= self.quota_bytes:
+            return self._next
+        return None
+
+    def _pop(self, slot: Slot) -> None:
+        if slot is self._next:
+            self._next = None
+            self.in_flight_bytes += slot.num_bytes
+            self.in_flight_samples += 1
+        else:
+            heapq.heappop(self._retries)

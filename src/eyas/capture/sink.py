@@ -1,0 +1,129 @@
+"""The way to the disk: outcomes are put into plan order, written, and committed shard by shard."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from eyas.capture.requests import Requests, Slot
+from eyas.errors import OutOfSpace
+from eyas.records import Provenance, StateBlock
+from eyas.store.record import ShardRecord
+from eyas.store.shard import ShardWriter
+from eyas.store.writer import DataSetWriter
+
+_COMMITS_WAITING = 2
+
+
+@dataclass(slots=True)
+class Done:
+    """A slot's outcome on its way to the writer: fields, or a reject's reason and detail."""
+
+    slot: Slot
+    fields: Mapping[str, StateBlock] | None
+    reason: str = ""
+    detail: str = ""
+
+
+class Sink:
+    """Puts outcomes into plan order, writes them, commits full shards. Its threads hand errors to `check`."""
+
+    def __init__(
+        self,
+        writer: DataSetWriter,
+        provenance: Provenance,
+        run_id: str,
+        requests: Requests,
+        on_commit: Callable[[ShardRecord], None],
+    ) -> None:
+        self._writer, self._provenance, self._run_id = writer, provenance, run_id
+        self._requests, self._on_commit = requests, on_commit
+        self._ahead: dict[int, Done] = {}
+        self._next_sequence = 0
+        self._to_write: queue.SimpleQueue[Done | None] = queue.SimpleQueue()
+        self._to_commit: queue.Queue[ShardWriter | None] = queue.Queue(_COMMITS_WAITING)
+        self._failure: BaseException | None = None
+        self._abandoned = False
+        self._open: ShardWriter | None = None
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
+            for name, work in (("writer", self._write_all), ("committer", self._commit_all))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, done: Done) -> None:
+        """An outcome in any order; written as soon as all before it are."""
+        self._ahead[done.slot.sequence] = done
+        while self._next_sequence in self._ahead:
+            self._to_write.put(self._ahead.pop(self._next_sequence))
+            self._next_sequence += 1
+
+    def check(self) -> None:
+        """Raise what stopped the writer or the committer."""
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self) -> None:
+        """Write and commit everything that was put. Raises what went wrong."""
+        self._to_write.put(None)
+        for thread in self._threads:
+            thread.join()
+        self.check()
+
+    def abandon(self) -> None:
+        """Commit the shards that are whole, drop the open one; what goes wrong now is in the log already."""
+        self._ahead.clear()
+        self._abandoned = True
+        self._to_write.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+            self._failure = self._failure or error
+            self._requests.close()
+
+    def _write_all(self) -> None:
+        try:
+            while (done := self._to_write.get()) is not None and self._failure is None:
+                self._write(done)
+                del done
+        finally:
+            if self._open is not None and self._failure is None:
+                self._open.abandon()
+            self._to_commit.put(None)
+
+    def _write(self, done: Done) -> None:
+        shard = done.slot.shard
+        if self._open is None:
+            self._open = self._writer.shard_writer(shard.plan, shard.planned)
+        assert self._open.shard_id == shard.plan.shard_id
+        if done.fields is None:
+            self._open.reject(done.reason, done.detail)
+        else:
+            try:
+                self._open.append(done.fields)
+            except OutOfSpace:
+                # What the open shard holds is in the way of the operator who has to make room.
+                self._open.abandon()
+                self._open = None
+                raise
+        self._requests.release(done.slot)
+        if self._open.complete:
+            whole, self._open = self._open, None
+            self._to_commit.put(whole)
+
+    def _commit_all(self) -> None:
+        while (shard := self._to_commit.get()) is not None:
+            if self._failure is None:
+                try:
+                    self._on_commit(shard.commit(self._provenance, run_id=self._run_id, committed_at=time.time()))
+                except BaseException as error:  # noqa: BLE001 - the writer must not block on a full queue
+                    self._failure = error
+                    self._requests.close()
