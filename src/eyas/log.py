@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import shutil
 import sys
 import time
 from typing import TextIO
@@ -40,22 +42,31 @@ class Progress:
             return
         self._last = time.monotonic()
         if self._live:
-            pad = " " * max(0, self._width - len(line))
-            self._stream.write("\r" + line + pad)
+            line = line[: max(1, shutil.get_terminal_size().columns - 1)]
+            self._write("\r" + line + " " * max(0, self._width - len(line)))
             self._width = len(line)
         else:
-            self._stream.write(f"{time.strftime('%H:%M:%S')} {line}\n")
-        self._stream.flush()
+            self._write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
     def say(self, line: str) -> None:
         """A line that stays: the live line is cleared first."""
-        if self._live and self._width:
-            self._stream.write("\r" + " " * self._width + "\r")
+        if self._live:
+            self._write("\r" + " " * self._width + "\r" + line + "\n")
             self._width = 0
-            self._stream.write(line + "\n")
         else:
-            self._stream.write((line if self._live else f"{time.strftime('%H:%M:%S')} {line}") + "\n")
-        self._stream.flush()
+            self._write(f"{time.strftime('%H:%M:%S')} {line}\n")
+
+    def close(self) -> None:
+        """Leave the live line behind, so that what follows starts on a line of its own."""
+        if self._live and self._width:
+            self._write("\n")
+            self._width = 0
+
+    def _write(self, text: str) -> None:
+        # A terminal that is gone, or a full disk behind a log file, must not end a run of days.
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def human_bytes(num_bytes: float) -> str:

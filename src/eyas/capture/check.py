@@ -5,7 +5,7 @@ Letters: `T` tokens, `H` hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -46,6 +46,22 @@ class Head(Protocol):
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Log-probability of `next_ids [n]` at rows `last [n, H]` (before or after the norm), and the arg-max."""
         ...
+
+
+class DeferredHead:
+    """A head that is loaded when it is first needed: a run with nothing to do loads nothing."""
+
+    def __init__(self, load: Callable[[], Head]) -> None:
+        self._load = load
+        self._head: Head | None = None
+
+    def next_logprobs(
+        self, last: npt.NDArray[np.float32], next_ids: npt.ArrayLike, norm: Literal["pre", "post"]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """As the head that it stands for."""
+        if self._head is None:
+            self._head = self._load()
+        return self._head.next_logprobs(last, next_ids, norm)
 
 
 def check_answer(answer: CaptureAnswer, token_ids: TokenIds, spec: CaptureSpec) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,6 @@ from eyas.log import human_bytes
 from eyas.records import CaptureSpec, TokenIds
 from eyas.store.manifest import ShardEntry
 from eyas.store.plan import Segment, SegmentHead, cut, write_segment
-from eyas.store.shard import header_room
 from eyas.store.writer import DataSetWriter
 
 DEFAULT_SHARD_BYTES = 1 << 30
@@ -88,10 +85,10 @@ def extend(
 
 def extend_retry(writer: DataSetWriter, entries: Sequence[ShardEntry], capture: CaptureConfig) -> SegmentHead | None:
     """Append a segment that tries every rejected sample once more. None where nothing is rejected."""
-    rejected = open_rejects(writer, entries)
+    segments = writer.segments()
+    rejected = open_rejects(segments, entries)
     if not rejected:
         return None
-    segments = writer.segments()
     with_rejects = {entry.shard_id for entry in entries if entry.rejects}
     samples: dict[str, TokenIds] = {}
     for segment in segments:
@@ -113,13 +110,13 @@ def extend_retry(writer: DataSetWriter, entries: Sequence[ShardEntry], capture: 
     return write_segment(writer.files, writer.layout.segment(head.number), head, shards)
 
 
-def open_rejects(writer: DataSetWriter, entries: Sequence[ShardEntry]) -> set[str]:
+def open_rejects(segments: Sequence[Segment], entries: Sequence[ShardEntry]) -> set[str]:
     """Rejected samples that no later try has captured."""
     rejected = {sample_id for entry in entries for sample_id, _ in entry.rejects}
     if rejected:
         done = {entry.shard_id for entry in entries}
         still = {(entry.shard_id, sample_id) for entry in entries for sample_id, _ in entry.rejects}
-        for segment in writer.segments():
+        for segment in segments:
             if segment.head.attempt:
                 for shard in segment.shards:
                     if shard.shard_id in done:
@@ -250,93 +247,6 @@ def require_fit(sample_id: str, num_tokens: int, spec: CaptureSpec, capture: Cap
             f"capture.in_flight_bytes is {human_bytes(capture.in_flight_bytes)}, but sample {sample_id} alone has "
             f"{num_tokens} tokens = {human_bytes(need)}; raise it to {need} or more, or lower data.max_tokens"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What a capture will cost, before it starts. Bytes are those of the payloads; records add about a thousandth."""
-
-    samples: int
-    tokens: int
-    shards: int
-    shard_tokens: int
-    bytes_per_token: int
-    payload_bytes: int
-    record_bytes: int
-    largest_sample_bytes: int
-    in_flight_bytes: int
-    free_bytes: int
-    free_inodes: int
-    min_free_bytes: int
-    train_read_bytes_per_s: float
-    """What one trainer reads at `train_tokens_per_s`."""
-    train_tokens_per_s: float
-    capture_tokens_per_s: float | None = None
-    """From a probe, where an engine was asked."""
-
-    @property
-    def total_bytes(self) -> int:
-        return self.payload_bytes + self.record_bytes
-
-    @property
-    def seconds(self) -> float | None:
-        return None if self.capture_tokens_per_s is None else self.tokens / self.capture_tokens_per_s
-
-    def obstacles(self) -> list[str]:
-        """Why it cannot work, one line each; none means go."""
-        lines = []
-        if self.total_bytes + self.min_free_bytes > self.free_bytes:
-            lines.append(
-                f"disk: {human_bytes(self.total_bytes)} to write and {human_bytes(self.min_free_bytes)} to stay free "
-                f"(capture.min_free_bytes), {human_bytes(self.free_bytes)} there; lower capture.limit or choose "
-                "another capture.out"
-            )
-        if self.free_inodes and 2 * self.shards + 16 > self.free_inodes:
-            lines.append(f"inodes: {2 * self.shards + 16} needed, {self.free_inodes} free; raise capture.shard_tokens")
-        if self.largest_sample_bytes > self.in_flight_bytes:
-            lines.append(
-                f"capture.in_flight_bytes: the largest sample has {human_bytes(self.largest_sample_bytes)}, only "
-                f"{human_bytes(self.in_flight_bytes)} may be in flight; raise it to {self.largest_sample_bytes} or more"
-            )
-        return lines
-
-
-def estimate(
-    table: SampleTable, capture: CaptureConfig, spec: CaptureSpec, *, train_tokens_per_s: float = 30_000.0
-) -> Estimate:
-    """Predict shards and bytes of a capture into an empty data set by cutting the real samples into shards.
-
-    `train_tokens_per_s` is what one training GPU may consume (FIELD figure for an 8B shape on an H200: about 28,000).
-    """
-    assert capture.out is not None
-    tokens = samples = shards = payload = records = largest = 0
-    with tempfile.TemporaryDirectory(prefix="eyas-plan-") as scratch:
-        ordered = in_order(table, Selection.of(capture), capture.seed, Path(scratch))
-        for shard in cut(ordered, shard_tokens(capture, spec)):
-            lengths = [len(token_ids) for _, token_ids in shard]
-            shards, samples, tokens = shards + 1, samples + len(shard), tokens + sum(lengths)
-            largest = max(largest, *lengths)
-            payload += header_room("0" * 32, spec, [(s, len(t)) for s, t in shard])
-            records += record_size(len(shard), len(spec.fields))
-    if not samples:
-        raise DataError(f"{table.path}: no sample matches limit, tags and sources of [capture]; nothing to do")
-    disk = os.statvfs(existing_parent(capture.out))
-    return Estimate(
-        samples=samples,
-        tokens=tokens,
-        shards=shards,
-        shard_tokens=shard_tokens(capture, spec),
-        bytes_per_token=spec.bytes_per_token,
-        payload_bytes=payload + tokens * spec.bytes_per_token,
-        record_bytes=records,
-        largest_sample_bytes=largest * spec.bytes_per_token,
-        in_flight_bytes=capture.in_flight_bytes,
-        free_bytes=disk.f_bavail * disk.f_frsize,
-        free_inodes=disk.f_favail,
-        min_free_bytes=capture.min_free_bytes,
-        train_read_bytes_per_s=train_tokens_per_s * spec.bytes_per_token,
-        train_tokens_per_s=train_tokens_per_s,
-    )
 
 
 def record_size(num_samples: int, num_fields: int) -> int:

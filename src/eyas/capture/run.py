@@ -209,7 +209,7 @@ class _Run:
 
     def _count(self) -> None:
         """Set the counts to what plan and records say."""
-        rejected = open_rejects(self._writer, self._entries)
+        rejected = open_rejects(self._segments, self._entries)
         counts = self._monitor.counts
         counts.planned_samples = sum(s.head.num_new for s in self._segments)
         counts.planned_tokens = sum(s.head.num_new_tokens for s in self._segments)

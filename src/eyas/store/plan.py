@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from eyas.errors import ShardCorrupt, StoreError
 from eyas.records import FORMAT_VERSION, TokenIds, is_digest, sample_id_of, shard_id_of
 from eyas.store.files import Files, link_if_absent, temporary_name
+from eyas.store.layout import Layout
 
 MAX_SHARD_SAMPLES = 16_384
 """Keeps headers and records small when samples are tiny."""
@@ -135,6 +136,11 @@ class Segment:
         """Sample ids and token counts of one shard, in plan order, without the token ids."""
         table = self._file.read_row_group(shard.row_group, columns=["sample_id", "num_tokens"], use_threads=False)
         return [value.hex() for value in table["sample_id"].to_pylist()], table["num_tokens"].to_pylist()
+
+
+def open_segments(layout: Layout) -> list[Segment]:
+    """The plan so far, in order."""
+    return [Segment(path) for path in layout.segments()]
 
 
 def write_segment(

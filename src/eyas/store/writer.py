@@ -21,7 +21,7 @@ from eyas.records import FORMAT_VERSION, CaptureSpec, canonical_json
 from eyas.store import record as records
 from eyas.store.files import Files, put_if_absent, raise_store_error
 from eyas.store.layout import Layout
-from eyas.store.plan import Segment, ShardPlan
+from eyas.store.plan import Segment, ShardPlan, open_segments
 from eyas.store.shard import PlannedSample, ShardWriter
 
 
@@ -50,7 +50,7 @@ class DataSetWriter:
 
     def segments(self) -> list[Segment]:
         """The plan so far, in order."""
-        return [Segment(path) for path in self.layout.segments()]
+        return open_segments(self.layout)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -93,13 +93,18 @@ class DataSetWriter:
                 put_if_absent(self.files, path, canonical_json(body) + b"\n")
             except OSError as error:
                 raise_store_error(error, path, "creating the data set")
-        spec = read_head(path)
-        if spec != self.spec:
-            differences = "; ".join(self.spec.differences(spec))
-            raise SpecMismatch(
-                f"{path.parent}: made under another spec ({differences}); choose another capture.out, or undo that",
-                path=path,
-            )
+        require_spec(path, self.spec)
+
+
+def require_spec(head: Path, spec: CaptureSpec) -> None:
+    """Raise SpecMismatch, naming the fields that differ, unless the data set with this head was made under `spec`."""
+    made_under = read_head(head)
+    if made_under != spec:
+        differences = "; ".join(spec.differences(made_under))
+        raise SpecMismatch(
+            f"{head.parent}: made under another spec ({differences}); choose another capture.out, or undo that",
+            path=head,
+        )
 
 
 def read_head(path: Path) -> CaptureSpec:

