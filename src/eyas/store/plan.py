@@ -5,6 +5,7 @@ A segment carries the token ids themselves, in plan order, so that capture strea
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,7 +20,7 @@ import pyarrow.parquet as pq
 
 from eyas.errors import ShardCorrupt, StoreError
 from eyas.records import FORMAT_VERSION, TokenIds, is_digest, sample_id_of, shard_id_of
-from eyas.store.files import Files, link_if_absent, temporary_name
+from eyas.store.files import Files, link_if_absent, raise_store_error, temporary_name
 from eyas.store.layout import Layout
 
 MAX_SHARD_SAMPLES = 16_384
@@ -151,10 +152,35 @@ def write_segment(
     Returns the head with its counts. The name appears complete or not at all; an existing one is an error.
     """
     temporary = temporary_name(path)
+    try:
+        files.close(files.create(temporary))
+        full = _write_parquet(temporary, head, shards)
+        if not full.num_samples:
+            files.unlink(temporary)
+            return None
+        fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+        files.fsync(fd)
+        files.close(fd)
+        won = link_if_absent(files, temporary, path)
+        files.sync_directory(path.parent)
+    except BaseException as error:
+        # Planning takes minutes for a large table and may be stopped, or be refused at its last sample.
+        with contextlib.suppress(OSError):
+            files.unlink(temporary)
+        if isinstance(error, OSError):
+            raise_store_error(error, path, "planning")
+        raise
+    if not won:
+        raise StoreError(f"{path}: another process planned this segment; run the command again", path=path)
+    return full
+
+
+def _write_parquet(
+    path: Path, head: SegmentHead, shards: Iterable[tuple[list[tuple[str, TokenIds]], list[bool]]]
+) -> SegmentHead:
     listing: list[tuple[str, int, int]] = []
     num_new = num_new_tokens = max_tokens = 0
-    files.close(files.create(temporary))
-    with pq.ParquetWriter(temporary, SCHEMA, compression="zstd", use_dictionary=False) as out:
+    with pq.ParquetWriter(path, SCHEMA, compression="zstd", use_dictionary=False) as out:
         for samples, new in shards:
             lengths = [len(token_ids) for _, token_ids in samples]
             out.write_table(_table(samples), row_group_size=len(samples))
@@ -178,15 +204,6 @@ def write_segment(
                 b"eyas.format": str(FORMAT_VERSION),
             }
         )
-    if not listing:
-        files.unlink(temporary)
-        return None
-    fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-    files.fsync(fd)
-    files.close(fd)
-    if not link_if_absent(files, temporary, path):
-        raise StoreError(f"{path}: another process planned this segment; run the command again", path=path)
-    files.sync_directory(path.parent)
     return full
 
 

@@ -7,6 +7,7 @@ second pass over the data.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from eyas.records import (
     digest_bytes,
 )
 from eyas.store import codec
-from eyas.store.files import Files, link_if_absent, raise_store_error, temporary_name
+from eyas.store.files import Files, put_if_absent, raise_store_error, temporary_name
 from eyas.store.layout import Layout
 from eyas.store.record import FieldEntry, Part, ShardRecord, to_bytes
 
@@ -83,6 +84,7 @@ class ShardWriter:
         self._next = 0
         self._positions: list[int] = []
         self._rejects: list[Reject] = []
+        self._duplicates: list[str] = []
         self._offsets: dict[str, list[int]] = {name: [] for name in spec.fields}
         self._digests: dict[str, list[str]] = {name: [] for name in spec.fields}
         self._temporary = temporary_name(layout.shards / shard_id)
@@ -116,27 +118,26 @@ class ShardWriter:
         self._rejects.append(Reject(self._planned[self._next][0], reason, detail))
         self._next += 1
 
+    def skip(self) -> None:
+        """Record that another shard of the data set counts for the next planned sample."""
+        self._duplicates.append(self._planned[self._next][0])
+        self._next += 1
+
     @property
     def complete(self) -> bool:
         return self._next == len(self._planned)
 
     def commit(self, provenance: Provenance, *, run_id: str, committed_at: float) -> ShardRecord:
-        """Finish the payload, give it its name, write the record. Returns the record that stands.
+        """Finish the payload, give it its name, write the record. Returns the record.
 
-        If another commit of this shard came first, its record stands and this payload is dropped.
+        Raises OutOfSpace or StoreError, and EyasError if another commit of this shard came first: that one stands.
         """
         assert self.complete
         digest = self._finish_payload() if self._fd is not None else None
         record = self._record(digest, provenance, run_id, committed_at)
         path = self._layout.record(self.shard_id)
-        temporary = temporary_name(path)
         try:
-            fd = self._files.create(temporary)
-            self._files.write(fd, [to_bytes(record)], 0)
-            self._files.fsync(fd)
-            self._files.close(fd)
-            won = link_if_absent(self._files, temporary, path)
-            self._files.sync_directory(self._layout.records)
+            won = put_if_absent(self._files, path, to_bytes(record))
         except OSError as error:
             raise_store_error(error, path, "committing a shard")
         if not won:
@@ -144,10 +145,10 @@ class ShardWriter:
         return record
 
     def abandon(self) -> None:
-        """Drop what was written; the shard stays pending."""
+        """Drop what was written, so that it does not stand in the way of whoever has to make room."""
         if self._fd is not None:
-            self._files.close(self._fd)
-            self._fd = None
+            fd, self._fd = self._fd, None
+            self._files.close(fd)
             self._files.unlink(self._temporary)
 
     def _finish_payload(self) -> str:
@@ -161,11 +162,13 @@ class ShardWriter:
         try:
             self._files.write(self._fd, [header], 0)
             self._files.fsync(self._fd)
-            self._files.close(self._fd)
-            self._fd = None
+            fd, self._fd = self._fd, None
+            self._files.close(fd)
             self._files.rename(self._temporary, final)
             self._files.sync_directory(self._layout.shards)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self.abandon()
             raise_store_error(error, final, "finishing a shard")
         return digest
 
@@ -196,6 +199,7 @@ class ShardWriter:
             num_tokens=tokens,
             fields=fields,
             rejects=tuple(self._rejects),
+            duplicates=tuple(self._duplicates),
             provenance=provenance,
             run_id=run_id,
             committed_at=committed_at,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
@@ -16,13 +17,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from eyas import __version__
-from eyas.errors import DataSetLocked, ShardCorrupt, SpecMismatch, StoreError
+from eyas.errors import ConfigError, DataSetLocked, ShardCorrupt, SpecMismatch, StoreError
 from eyas.records import FORMAT_VERSION, CaptureSpec, canonical_json
 from eyas.store import record as records
 from eyas.store.files import Files, put_if_absent, raise_store_error
 from eyas.store.layout import Layout
 from eyas.store.plan import Segment, ShardPlan, open_segments
 from eyas.store.shard import PlannedSample, ShardWriter
+
+_LOCK = re.compile(rb"(pid \d+ on [^\n]*\n)?")
 
 
 class DataSetWriter:
@@ -34,9 +37,13 @@ class DataSetWriter:
         self.spec = spec
         self.files = files if files is not None else Files()
         self._lock_fd: int | None = None
+        _require_ours_or_free(self.layout)
         try:
+            is_new = not root.exists()
             for directory in (root, self.layout.shards, self.layout.records, self.layout.plan):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if is_new:
+                self.files.sync_directory(root.parent)
         except OSError as error:
             raise_store_error(error, root, "creating the data set")
         self._lock_fd = lock(self.layout.lock)
@@ -134,6 +141,22 @@ def read_head(path: Path) -> CaptureSpec:
     if fingerprint != spec.fingerprint:
         raise ShardCorrupt(f"{path}: the fingerprint does not fit the spec; restore it from a copy", path=path)
     return spec
+
+
+def _require_ours_or_free(layout: Layout) -> None:
+    """Refuse a directory that is not a data set but holds files by names that we would write over."""
+    if layout.head.exists():
+        return
+    written = (layout.config, layout.events, layout.heartbeat, layout.manifest, layout.report, layout.scratch)
+    taken = [path.name for path in written if path.exists()]
+    # The lock comes before the head: a run that was killed between the two leaves it.
+    if layout.lock.exists() and not (layout.lock.is_file() and _LOCK.fullmatch(layout.lock.read_bytes())):
+        taken.append(layout.lock.name)
+    if taken:
+        raise ConfigError(
+            f"{layout.root}: not a data set, but it holds {', '.join(taken)}, which a data set would write over; "
+            "choose another capture.out"
+        )
 
 
 def lock(path: Path) -> int:
