@@ -15,7 +15,7 @@ import numpy.typing as npt
 from eyas.engine.base import CaptureAnswer, Reference
 from eyas.errors import CaptureMismatch
 from eyas.records import LAST, CaptureSpec, StateBlock, TokenIds, hidden_field
-from eyas.store.values import all_finite, as_float32, first_nonfinite_row, median_row_error
+from eyas.store.values import all_finite, as_float32, first_nonfinite_row, median_row_error, row_bytes
 
 MAX_CHECKED_ROWS = 64
 """Rows of a sample whose logits are computed: the target's vocabulary may have a quarter of a million entries."""
@@ -75,14 +75,17 @@ def check_answer(answer: CaptureAnswer, token_ids: TokenIds, spec: CaptureSpec) 
         block = answer.fields[name]
         if block.dtype != spec.dtype:
             raise _mismatch(answer, "dtype", f"{name} is {block.dtype}, not {spec.dtype}")
+        if len(block.shape) != 2 or block.shape[1] != spec.hidden_size:
+            shape = list(block.shape)
+            raise _mismatch(answer, "width", f"{name} has shape {shape}, not [T, {spec.hidden_size}]")
         rows, width = block.shape
-        if width != spec.hidden_size:
-            raise _mismatch(answer, "width", f"{name} has {width} columns, not {spec.hidden_size}")
         if rows != len(token_ids):
             cause = (
                 "prefix cache or chunked prefill?" if rows < len(token_ids) else "padding or another request's rows?"
             )
             raise _mismatch(answer, "rows", f"{name} has {rows} rows for {len(token_ids)} tokens ({cause})")
+        if block.num_bytes != rows * row_bytes(block.dtype, width):
+            raise _mismatch(answer, "bytes", f"{name} has {block.num_bytes} bytes, its shape says otherwise")
         if not all_finite(block.data, block.dtype):
             row = first_nonfinite_row(block.data, block.dtype, width)
             raise _mismatch(answer, "non_finite", f"{name} is not finite, first in row {row}")

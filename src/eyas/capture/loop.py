@@ -6,17 +6,19 @@ import queue
 import threading
 import time
 
+from eyas.capture.asker import Asker, backoff_s, timeout_s
 from eyas.capture.check import Head, check_answer, check_values
 from eyas.capture.monitor import Monitor
-from eyas.capture.requests import Requests, Slot
+from eyas.capture.requests import TOO_LONG, Requests, Slot
 from eyas.capture.sink import Done, Sink
 from eyas.capture.stream import Outcome, Stream
 from eyas.config import CaptureConfig
-from eyas.engine.base import CaptureFailure, Engine, EngineInfo
+from eyas.engine.base import CaptureFailure, CaptureRequest, Engine
 from eyas.errors import CaptureMismatch, EngineRefused, EngineUnavailable, Stopped
 
-MAX_BACKOFF_S = 60.0
 STOP_GRACE_S = 6.0
+LOOK_S = 0.1
+"""Seconds between two looks at what the engine owes and at what it will never see."""
 
 
 class Loop:
@@ -26,13 +28,14 @@ class Loop:
         self,
         config: CaptureConfig,
         engine: Engine,
-        info: EngineInfo,
+        asker: Asker,
         head: Head | None,
         requests: Requests,
         sink: Sink,
         monitor: Monitor,
     ) -> None:
-        self._config, self._engine, self._spec, self._head = config, engine, info.spec, head
+        self._config, self._engine, self._asker, self._head = config, engine, asker, head
+        self._info, self._spec = asker.info, asker.info.spec
         self._requests, self._sink, self._monitor, self._counts = requests, sink, monitor, monitor.counts
         self._outstanding: dict[str, Slot] = {}
         self._burst = 0
@@ -47,14 +50,19 @@ class Loop:
     def run(self) -> None:
         """Until everything planned has an outcome. Raises Stopped and whatever stops a run."""
         stream = Stream(self._engine, self._requests)
+        look_at = time.monotonic()
         try:
             while not self._requests.finished:
                 self._sink.check()
                 self._monitor.tick()
-                try:
-                    outcome = stream.get(timeout=0.1)
-                except queue.Empty:
+                # Not only when nothing arrives: others' answers must not keep a lost sample's place in the queue.
+                if time.monotonic() >= look_at:
+                    self._settle_unsent()
                     self._expire()
+                    look_at = time.monotonic() + LOOK_S
+                try:
+                    outcome = stream.get(timeout=LOOK_S)
+                except queue.Empty:
                     continue
                 if outcome is None or isinstance(outcome, EngineUnavailable):
                     if outcome is None and (self._requests.finished or not self._open_slots()):
@@ -109,7 +117,17 @@ class Loop:
             self._monitor.events.add("check", sample_id=slot.sample_id, found=report.line())
         self._burst = self._restarts = 0
         self._counts.answered_tokens += slot.num_tokens
+        self._asker.remember(CaptureRequest(slot.sample_id, slot.token_ids))
         self._sink.put(Done(slot, outcome.fields))
+
+    def _settle_unsent(self) -> None:
+        """Outcomes of the samples that the engine never sees."""
+        for slot in self._requests.unsent():
+            if slot.unsent == TOO_LONG:
+                limit = self._info.max_tokens
+                self._reject(slot, TOO_LONG, f"{slot.num_tokens} tokens, the engine takes at most {limit}")
+            else:
+                self._sink.put(Done(slot, None))
 
     def _claim(self, outcome: Outcome) -> Slot | None:
         """The slot that an outcome settles; None when it comes too late, after a time-out and another try."""
@@ -121,7 +139,7 @@ class Loop:
         self._requests.settle()
         return slot
 
-    def _retry(self, slot: Slot, why: str) -> None:
+    def _retry(self, slot: Slot, why: str, *, alone: bool = False) -> None:
         if slot.attempt >= self._config.max_attempts:
             self._reject(slot, "unavailable", f"{why} ({slot.attempt} tries)")
             return
@@ -129,11 +147,11 @@ class Loop:
         slot.attempt += 1
         self._counts.retries += 1
         self._monitor.events.add("retry", sample_id=slot.sample_id, attempt=slot.attempt, reason=why, after_s=pause)
-        self._requests.retry(slot, after_s=pause)
+        self._requests.retry(slot, after_s=pause, alone=alone)
 
     def _reject(self, slot: Slot, reason: str, detail: str) -> None:
         counts = self._counts
-        counts.rejected_samples += slot.shard.plan.shard_id not in self._monitor.retry_shards
+        self._monitor.on_reject(slot.sample_id)
         counts.reasons[reason] += 1
         self._burst += 1
         self._monitor.events.add("reject", sample_id=slot.sample_id, reason=reason, detail=detail)
@@ -161,18 +179,24 @@ class Loop:
         """The engine is gone: wait, then ask it again for all that it took and did not answer."""
         self._restarts += 1
         why = error if error is not None else "the engine ended before its work was done"
-        if self._restarts > self._config.max_attempts:
-            raise EngineUnavailable(
-                f"{why}; gave up after {self._restarts - 1} restarts; the same command goes on from here"
-            )
         with self._lock:
             taken = sorted(self._outstanding.values(), key=lambda slot: slot.sequence)
             self._outstanding.clear()
-        self._requests.settle()
+        # Only a sample that was alone with the engine can be blamed for its end; so each has its turn alone.
+        blamed = taken[0] if len(taken) == 1 else None
+        condemned = blamed is not None and blamed.attempt >= self._config.max_attempts
+        if condemned or self._restarts > self._config.max_attempts:
+            # Bad samples or a dead engine? Nothing is rejected for the engine's sake, nor does a handful of bad
+            # samples end the run: a sample that was answered before tells the two apart.
+            if not self._asker.engine_lives():
+                raise EngineUnavailable(
+                    f"{why}; gave up after {self._restarts - 1} restarts; the same command goes on from here"
+                )
+            self._restarts = 1
+        self._requests.settle(len(taken))
         for slot in taken:
-            # Only a sample that was alone with the engine can be blamed for its end; so each has its turn alone.
-            if len(taken) == 1:
-                self._retry(slot, str(why))
+            if slot is blamed:
+                self._retry(slot, str(why), alone=True)
             else:
                 self._requests.retry(slot, after_s=0.0, alone=True)
         self._monitor.pause(backoff_s(self._config, self._restarts), why)
@@ -191,13 +215,3 @@ class Loop:
         idle_s = now - self._requests.last_activity
         if self._requests.waiting_retries and idle_s > 2 * timeout_s(self._config, self._requests.waiting_retries):
             raise EngineUnavailable("the engine neither answers nor takes work; the same command goes on from here")
-
-
-def timeout_s(config: CaptureConfig, num_tokens: int) -> float:
-    """How long the answer to a sample may take."""
-    return config.timeout_s + config.timeout_s_per_1k_tokens * num_tokens / 1000
-
-
-def backoff_s(config: CaptureConfig, attempt: int) -> float:
-    """The pause after the `attempt`-th try."""
-    return float(min(config.backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S))

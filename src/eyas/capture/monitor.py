@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -58,8 +58,7 @@ class Monitor:
         self.started = time.monotonic()
         self.in_flight: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Bytes and samples between reservation and writing."""
-        self.retry_shards: Collection[str] = ()
-        """Shards of retry segments: what they commit was counted as rejected."""
+        self._rejected: set[str] = set()
         self._bytes_per_token = info.spec.bytes_per_token
         self._progress, self._stop = progress, stop
         self._rates: deque[tuple[float, int]] = deque()
@@ -139,6 +138,16 @@ class Monitor:
             "uptime_s": round(time.monotonic() - self.started, 1),
         }
 
+    def set_rejected(self, sample_ids: Iterable[str]) -> None:
+        """The samples that stand as rejected now."""
+        self._rejected = set(sample_ids)
+        self.counts.rejected_samples = len(self._rejected)
+
+    def on_reject(self, sample_id: str) -> None:
+        """For each sample rejected; one that was rejected before counts once."""
+        self._rejected.add(sample_id)
+        self.counts.rejected_samples = len(self._rejected)
+
     def on_commit(self, record: ShardRecord) -> None:
         """For each shard whose record stands."""
         counts, num_samples = self.counts, len(record.sample_ids)
@@ -149,8 +158,9 @@ class Monitor:
         counts.new_tokens += record.total_tokens
         counts.new_bytes += record.payload_bytes
         counts.last_commit_at = record.committed_at
-        if record.shard_id in self.retry_shards:
-            counts.rejected_samples -= num_samples
+        # A retry may have captured what was counted as rejected.
+        self._rejected.difference_update(record.sample_ids)
+        counts.rejected_samples = len(self._rejected)
         self.events.add(
             "commit",
             shard=record.shard_id,

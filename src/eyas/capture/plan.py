@@ -86,7 +86,14 @@ def extend(
 def extend_retry(writer: DataSetWriter, entries: Sequence[ShardEntry], capture: CaptureConfig) -> SegmentHead | None:
     """Append a segment that tries every rejected sample once more. None where nothing is rejected."""
     segments = writer.segments()
+    # What a retry has planned and not yet tried is left to it: no sample may be in two pending shards.
+    done = {entry.shard_id for entry in entries}
     rejected = open_rejects(segments, entries)
+    for segment in segments:
+        if segment.head.attempt:
+            for shard in segment.shards:
+                if shard.shard_id not in done:
+                    rejected.difference_update(segment.ids_of(shard)[0])
     if not rejected:
         return None
     with_rejects = {entry.shard_id for entry in entries if entry.rejects}
@@ -111,17 +118,17 @@ def extend_retry(writer: DataSetWriter, entries: Sequence[ShardEntry], capture: 
 
 
 def open_rejects(segments: Sequence[Segment], entries: Sequence[ShardEntry]) -> set[str]:
-    """Rejected samples that no later try has captured."""
-    rejected = {sample_id for entry in entries for sample_id, _ in entry.rejects}
-    if rejected:
-        done = {entry.shard_id for entry in entries}
-        still = {(entry.shard_id, sample_id) for entry in entries for sample_id, _ in entry.rejects}
+    """Rejected samples that no later try has captured: the latest outcome of a sample counts."""
+    done = {entry.shard_id: entry for entry in entries}
+    rejected: set[str] = set()
+    if any(entry.rejects for entry in entries):
         for segment in segments:
-            if segment.head.attempt:
-                for shard in segment.shards:
-                    if shard.shard_id in done:
-                        ids, _ = segment.ids_of(shard)
-                        rejected -= {s for s in ids if (shard.shard_id, s) not in still}
+            for shard in segment.shards:
+                entry = done.get(shard.shard_id)
+                if entry is not None:
+                    if segment.head.attempt:
+                        rejected.difference_update(segment.ids_of(shard)[0])
+                    rejected.update(sample_id for sample_id, _ in entry.rejects)
     return rejected
 
 

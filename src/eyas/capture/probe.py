@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from eyas.capture.check import TOLERANCES, Head, check_answer, check_values, compare_states
-from eyas.capture.loop import backoff_s, timeout_s
+from eyas.capture.asker import Asker
+from eyas.capture.check import TOLERANCES, Head, check_values, compare_states
 from eyas.capture.monitor import Monitor
-from eyas.capture.requests import Batch
-from eyas.capture.stream import Outcome, Stream
-from eyas.config import CaptureConfig
-from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest, Engine, EngineInfo
-from eyas.errors import CaptureMismatch, EngineRefused, EngineUnavailable, EyasError, SpecMismatch
+from eyas.engine.base import CaptureRequest
+from eyas.errors import SpecMismatch
 from eyas.records import Provenance, TokenIds
 from eyas.store.reader import DataSet
 
@@ -21,73 +16,10 @@ PROBE_SAMPLES = 4
 RECHECKED_SAMPLES = 4
 
 
-class Asker:
-    """Asks an engine for a few samples outside the plan."""
-
-    def __init__(self, config: CaptureConfig, engine: Engine, info: EngineInfo, monitor: Monitor) -> None:
-        self.info = info
-        self._config, self._engine, self._monitor = config, engine, monitor
-
-    def ask(self, requests: Sequence[CaptureRequest]) -> Iterator[CaptureAnswer]:
-        """The answers that pass the cheap checks, in any order; first in one batch, then what is left one by one.
-
-        A sample that fails is left out, since the run itself will reject it. Raises what went wrong when all fail, and
-        Stopped.
-        """
-        left = {request.sample_id: request for request in requests}
-        num_answers, failure = 0, EyasError("the engine gave no answer")
-        for attempt in range(1, self._config.max_attempts + 1):
-            batches = [list(left.values())] if attempt == 1 else [[request] for request in left.values()]
-            for batch in batches:
-                for outcome in self._outcomes(batch):
-                    if isinstance(outcome, EngineUnavailable):
-                        failure = outcome
-                    elif isinstance(outcome, CaptureFailure):
-                        failure = outcome.error
-                        if isinstance(failure, EngineRefused):
-                            left.pop(outcome.sample_id, None)
-                    else:
-                        request = left.pop(outcome.sample_id, None)
-                        try:
-                            if request is None:
-                                raise CaptureMismatch(f"sample {outcome.sample_id}: answered, but not asked for")
-                            check_answer(outcome, request.token_ids, self.info.spec)
-                        except CaptureMismatch as error:
-                            failure = error
-                            continue
-                        num_answers += 1
-                        yield outcome
-            if not left or (num_answers and attempt > 1):
-                break
-            if attempt < self._config.max_attempts:
-                self._monitor.pause(backoff_s(self._config, attempt), failure)
-        if requests and not num_answers:
-            raise failure
-
-    def _outcomes(self, batch: list[CaptureRequest]) -> Iterator[Outcome | EngineUnavailable]:
-        stream = Stream(self._engine, Batch(batch))
-        deadline = time.monotonic() + sum(timeout_s(self._config, len(r.token_ids)) for r in batch)
-        while True:
-            self._monitor.tick()
-            try:
-                outcome = stream.get(timeout=0.2)
-            except queue.Empty:
-                if time.monotonic() > deadline:
-                    yield EngineUnavailable("the engine gave no answer in time")
-                    return
-                continue
-            if outcome is None:
-                return
-            yield outcome
-            if isinstance(outcome, EngineUnavailable):
-                return
-
-
 def probe(asker: Asker, samples: Sequence[tuple[str, TokenIds]], head: Head | None, monitor: Monitor) -> None:
     """Check the values of a few samples against the engine's own word and the target's head. Raises CaptureMismatch."""
-    usable = [(s, ids) for s, ids in samples if 1 < len(ids) <= asker.info.max_tokens][:PROBE_SAMPLES]
     lines = []
-    for answer in asker.ask([CaptureRequest(s, ids, with_reference=True) for s, ids in usable]):
+    for answer in asker.ask([CaptureRequest(s, ids, with_reference=True) for s, ids in samples]):
         report = check_values(answer, asker.info.spec, head)
         monitor.counts.checked_samples += 1
         monitor.events.add("probe", sample_id=answer.sample_id, found=report.line())

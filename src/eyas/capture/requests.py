@@ -39,10 +39,17 @@ class Slot:
     """Monotonic time at which the engine took the current attempt."""
     alone: bool = False
     """To be handed out by itself, since it may be what ends the engine."""
+    unsent: str = ""
+    """Why the engine never sees it, where that is known beforehand: `too_long`, or `duplicate` of another shard's."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+TOO_LONG, DUPLICATE = "too_long", "duplicate"
+UNSENT_WAITING = 1024
+"""So many samples that the engine never sees may wait for the caller to settle them."""
 
 
 class Batch:
@@ -73,8 +80,11 @@ class Requests:
     last_activity: float = field(default_factory=time.monotonic)
     """Monotonic time at which the engine last asked for work."""
     _retries: list[tuple[float, int, Slot]] = field(default_factory=list)
+    _unsent: list[Slot] = field(default_factory=list)
     _next: Slot | None = None
     _exhausted: bool = False
+    _unsettled: int = 0
+    """Requests that the engine has."""
     _lonely: bool = False
     _closed: bool = False
     _ready: threading.Condition = field(default_factory=threading.Condition)
@@ -103,12 +113,21 @@ class Requests:
             heapq.heappush(self._retries, (time.monotonic() + after_s, slot.sequence, slot))
             self._ready.notify_all()
 
-    def settle(self) -> None:
-        """Some outcome arrived: whoever had the engine alone has it no longer."""
+    def settle(self, num_requests: int = 1) -> None:
+        """So many requests are the engine's no more: answered, failed, given up or lost with it."""
         with self._ready:
-            if self._lonely:
+            self._unsettled -= num_requests
+            if self._unsettled == 0:
                 self._lonely = False
                 self._ready.notify_all()
+
+    def unsent(self) -> list[Slot]:
+        """The slots that came up and are not for the engine; each is handed over once, and must be released."""
+        with self._ready:
+            slots, self._unsent = self._unsent, []
+            if slots:
+                self._ready.notify_all()
+            return slots
 
     @property
     def waiting_retries(self) -> int:
@@ -146,10 +165,13 @@ class Requests:
         now = time.monotonic()
         while not (self._closed or self._lonely):
             slot = self._peek(now)
-            if slot is None or (taken and (slot.alone or tokens + slot.num_tokens > max_tokens)):
+            if slot is None or (taken and tokens + slot.num_tokens > max_tokens):
+                break
+            if slot.alone and self._unsettled:
                 break
             self._lonely = slot.alone
             self._pop(slot)
+            self._unsettled += 1
             slot.taken_at = now
             tokens += slot.num_tokens
             taken.append(CaptureRequest(slot.sample_id, slot.token_ids, slot.attempt, slot.checked))
@@ -159,9 +181,15 @@ class Requests:
     def _peek(self, now: float) -> Slot | None:
         if self._retries and self._retries[0][0] <= now:
             return self._retries[0][2]
-        if self._next is None and not self._exhausted:
-            self._next = next(self.slots, None)
-            self._exhausted = self._next is None
+        while self._next is None and not self._exhausted and len(self._unsent) < UNSENT_WAITING:
+            slot = next(self.slots, None)
+            self._exhausted = slot is None
+            if slot is not None and slot.unsent:
+                self.in_flight_bytes += slot.num_bytes
+                self.in_flight_samples += 1
+                self._unsent.append(slot)
+            else:
+                self._next = slot
         if self._next is not None and self.in_flight_bytes + self._next.num_bytes <= self.quota_bytes:
             return self._next
         return None

@@ -12,13 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
+from eyas.capture.asker import Asker
 from eyas.capture.check import Head
 from eyas.capture.loop import Loop
 from eyas.capture.monitor import Monitor, free_bytes
 from eyas.capture.plan import describe, extend, extend_retry, open_rejects, record_size, require_fit
-from eyas.capture.probe import Asker, probe, provenance_changes, recheck
-from eyas.capture.requests import OpenShard, Requests, Slot
+from eyas.capture.probe import PROBE_SAMPLES, RECHECKED_SAMPLES, probe, provenance_changes, recheck
+from eyas.capture.requests import DUPLICATE, TOO_LONG, OpenShard, Requests, Slot
 from eyas.capture.sink import Sink
 from eyas.config import CaptureConfig
 from eyas.data.table import SampleTable
@@ -28,10 +30,11 @@ from eyas.log import Progress, human_bytes
 from eyas.records import TokenIds, digest_bytes
 from eyas.store import manifest
 from eyas.store import record as records
-from eyas.store.files import Files, replace
+from eyas.store.files import Files, raise_store_error, replace
 from eyas.store.manifest import ShardEntry
 from eyas.store.plan import Segment, ShardPlan
 from eyas.store.reader import DataSet
+from eyas.store.record import ShardRecord
 from eyas.store.writer import DataSetWriter
 
 
@@ -82,7 +85,10 @@ def capture(
     info = engine.info()
     with DataSetWriter(capture.out, info.spec, files=files) as writer:
         if resolved_config:
-            replace(writer.layout.config, resolved_config.encode())
+            try:
+                replace(writer.layout.config, resolved_config.encode())
+            except OSError as error:
+                raise_store_error(error, writer.layout.config, "writing the resolved configuration")
         with Monitor(writer.layout, info, progress, stop or threading.Event()) as monitor:
             run = _Run(capture, writer, engine, info, monitor)
             run.plan(table, retry_rejects=retry_rejects)
@@ -121,7 +127,6 @@ class _Run:
         shards = [shard for segment in self._segments for shard in segment.shards]
         self.pending = [shard for shard in shards if shard.shard_id not in done]
         self._monitor.counts.planned_shards = len(shards)
-        self._monitor.retry_shards = {s.shard_id for seg in self._segments if seg.head.attempt for s in seg.shards}
 
     def require_space(self) -> None:
         """Refuse to start what cannot fit: staging for the largest sample, disk for all that is pending."""
@@ -138,27 +143,46 @@ class _Run:
             )
 
     def probe(self, head: Head | None) -> None:
-        """Check the values of the first pending samples before anything is written."""
+        """Check the values of some pending samples, and of a committed one, before anything is written.
+
+        The committed one is known to be good: where the pending ones are all bad, it says that the engine is not.
+        """
         self._monitor.state("probing: loading the engine and checking the values of the first samples")
-        probe(self._asker, self._read(self.pending[0]), head, self._monitor)
+        pending = [self._answerable(self._read(shard)) for shard in self.pending[:PROBE_SAMPLES]]
+        rows = zip_longest(*pending)
+        spread = [sample for row in rows for sample in row if sample is not None]
+        probe(self._asker, [*spread[:PROBE_SAMPLES], *self._committed(self._latest())[:1]], head, self._monitor)
 
     def recheck(self) -> None:
         """When the engine or its settings changed since the last commit, capture a few committed samples again."""
-        whole = [entry for entry in self._entries if entry.num_samples and not entry.released]
-        if not whole:
-            return
-        latest = max(whole, key=lambda entry: entry.committed_at)
-        record = records.read(self._writer.layout.record(latest.shard_id))
-        changes = provenance_changes(record.provenance, self._info.provenance)
+        latest = self._latest()
+        changes = provenance_changes(latest.provenance, self._info.provenance) if latest is not None else ""
         if not changes:
             return
         self._monitor.state(f"re-checking committed samples, since {changes} changed")
-        plan = next(s for segment in self._segments for s in segment.shards if s.shard_id == latest.shard_id)
-        committed = set(record.sample_ids)
-        samples = [(sample_id, ids) for sample_id, ids in self._read(plan) if sample_id in committed]
         stored = DataSet(self._writer.layout.root)
-        recheck(self._asker, samples, stored, changes, self._monitor)
+        recheck(self._asker, self._committed(latest)[:RECHECKED_SAMPLES], stored, changes, self._monitor)
         stored.close()
+
+    def _latest(self) -> ShardRecord | None:
+        """The record of the latest commit that holds samples."""
+        whole = [entry for entry in self._entries if entry.num_samples and not entry.released]
+        if not whole:
+            return None
+        latest = max(whole, key=lambda entry: entry.committed_at)
+        return records.read(self._writer.layout.record(latest.shard_id))
+
+    def _committed(self, record: ShardRecord | None) -> list[tuple[str, TokenIds]]:
+        """The samples of a record, with their token ids, that the engine can answer."""
+        if record is None:
+            return []
+        plan = next(s for segment in self._segments for s in segment.shards if s.shard_id == record.shard_id)
+        committed = set(record.sample_ids)
+        return self._answerable([(s, ids) for s, ids in self._read(plan) if s in committed])
+
+    def _answerable(self, samples: list[tuple[str, TokenIds]]) -> list[tuple[str, TokenIds]]:
+        """Those that the engine takes, and that have a next token to be checked by."""
+        return [(s, ids) for s, ids in samples if 1 < len(ids) <= self._info.max_tokens]
 
     def capture(self, head: Head | None) -> None:
         """Capture every pending shard. Raises Stopped, or what went wrong; whole shards are committed anyway."""
@@ -168,7 +192,7 @@ class _Run:
         monitor.in_flight = lambda: (requests.in_flight_bytes, requests.in_flight_samples)
         sink = Sink(self._writer, self._info.provenance, monitor.run_id, requests, monitor.on_commit)
         try:
-            Loop(self._config, self._engine, self._info, head, requests, sink, monitor).run()
+            Loop(self._config, self._engine, self._asker, head, requests, sink, monitor).run()
         except BaseException:
             monitor.counts.state = "stopping"
             requests.close()
@@ -220,7 +244,7 @@ class _Run:
         counts.last_commit_at = max((e.committed_at for e in self._entries), default=None)
         latest = {sample_id: reason for e in self._entries for sample_id, reason in e.rejects if sample_id in rejected}
         counts.reasons = Counter(latest.values())
-        counts.rejected_samples = len(rejected)
+        self._monitor.set_rejected(rejected)
 
     def _read(self, shard: ShardPlan) -> list[tuple[str, TokenIds]]:
         return next(segment for segment in self._segments if segment.head.number == shard.segment).read(shard)
@@ -228,6 +252,11 @@ class _Run:
     def _slots(self) -> Iterator[Slot]:
         """The pending samples in plan order; one shard's token ids in memory at a time."""
         spec, threshold = self._info.spec, int(self._config.check_fraction * 2**32)
+        tried_again = [
+            (segment.head.number, {s for shard in segment.shards for s in segment.ids_of(shard)[0]})
+            for segment in self._segments
+            if segment.head.attempt
+        ]
         sequence = 0
         for plan in self.pending:
             self._require_room_for(plan)
@@ -235,8 +264,13 @@ class _Run:
             shard = OpenShard(plan, tuple((sample_id, len(ids)) for sample_id, ids in samples))
             for sample_id, ids in samples:
                 # The end of the id takes no part in the order of samples, so that checks are spread evenly.
-                checked = int(sample_id[24:], 16) < threshold and 1 < len(ids) <= self._info.max_tokens
-                yield Slot(sequence, shard, sample_id, ids, len(ids) * spec.bytes_per_token, checked)
+                checked = int(sample_id[24:], 16) < threshold and len(ids) > 1
+                unsent = TOO_LONG if len(ids) > self._info.max_tokens else ""
+                # A shard that is captured once more, after a repair, leaves to a later retry what that one has tried.
+                if any(number > plan.segment and sample_id in later for number, later in tried_again):
+                    unsent = DUPLICATE
+                num_bytes = 0 if unsent else len(ids) * spec.bytes_per_token
+                yield Slot(sequence, shard, sample_id, ids, num_bytes, checked, unsent=unsent)
                 sequence += 1
 
     def _require_room_for(self, plan: ShardPlan) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from eyas.capture.requests import Requests, Slot
-from eyas.errors import OutOfSpace
 from eyas.records import Provenance, StateBlock
 from eyas.store.record import ShardRecord
 from eyas.store.shard import ShardWriter
@@ -20,7 +19,10 @@ _COMMITS_WAITING = 2
 
 @dataclass(slots=True)
 class Done:
-    """A slot's outcome on its way to the writer: fields, or a reject's reason and detail."""
+    """A slot's outcome on its way to the writer: fields, or a reject's reason and detail, or none of them.
+
+    None of them: another shard counts for the sample.
+    """
 
     slot: Slot
     fields: Mapping[str, StateBlock] | None
@@ -46,7 +48,6 @@ class Sink:
         self._to_write: queue.SimpleQueue[Done | None] = queue.SimpleQueue()
         self._to_commit: queue.Queue[ShardWriter | None] = queue.Queue(_COMMITS_WAITING)
         self._failure: BaseException | None = None
-        self._abandoned = False
         self._open: ShardWriter | None = None
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
@@ -77,7 +78,6 @@ class Sink:
     def abandon(self) -> None:
         """Commit the shards that are whole, drop the open one; what goes wrong now is in the log already."""
         self._ahead.clear()
-        self._abandoned = True
         self._to_write.put(None)
         for thread in self._threads:
             thread.join()
@@ -95,25 +95,24 @@ class Sink:
                 self._write(done)
                 del done
         finally:
-            if self._open is not None and self._failure is None:
-                self._open.abandon()
-            self._to_commit.put(None)
+            # Whatever happens here, the committer must hear of the end, or it waits for ever and so does the run.
+            try:
+                if self._open is not None:
+                    self._open.abandon()
+            finally:
+                self._to_commit.put(None)
 
     def _write(self, done: Done) -> None:
         shard = done.slot.shard
         if self._open is None:
             self._open = self._writer.shard_writer(shard.plan, shard.planned)
         assert self._open.shard_id == shard.plan.shard_id
-        if done.fields is None:
+        if done.fields is not None:
+            self._open.append(done.fields)
+        elif done.reason:
             self._open.reject(done.reason, done.detail)
         else:
-            try:
-                self._open.append(done.fields)
-            except OutOfSpace:
-                # What the open shard holds is in the way of the operator who has to make room.
-                self._open.abandon()
-                self._open = None
-                raise
+            self._open.skip()
         self._requests.release(done.slot)
         if self._open.complete:
             whole, self._open = self._open, None
@@ -121,9 +120,11 @@ class Sink:
 
     def _commit_all(self) -> None:
         while (shard := self._to_commit.get()) is not None:
-            if self._failure is None:
-                try:
+            try:
+                if self._failure is None:
                     self._on_commit(shard.commit(self._provenance, run_id=self._run_id, committed_at=time.time()))
-                except BaseException as error:  # noqa: BLE001 - the writer must not block on a full queue
-                    self._failure = error
-                    self._requests.close()
+                else:
+                    shard.abandon()
+            except BaseException as error:  # noqa: BLE001 - the writer must not block on a full queue
+                self._failure = self._failure or error
+                self._requests.close()

@@ -159,6 +159,8 @@ class FakeEngine:
                 elif outcome is not None:
                     self._answered += 1
                     yield outcome
+                # The caller counts these bytes as gone once it has written them.
+                del outcome
 
     def _perhaps_crash(self, fault: Fault | None) -> None:
         if self.settings.crash_after is not None and self._answered >= self.settings.crash_after:
@@ -219,7 +221,7 @@ class FakeEngine:
         elif kind == "more_rows":
             fields[name] = self._block(np.concatenate([right, right[-1:]]))
         elif kind == "nan":
-            right[fault.row] = np.nan
+            right[min(fault.row, len(right) - 1)] = np.nan
             fields[name] = self._block(right)
         elif kind == "wrong_layer":
             fields[name] = self._block(self.hidden(ids, k - 1 if k else 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -21,11 +22,15 @@ class EventLog:
             os.write(self._fd, b"\n")
 
     def add(self, event: str, **details: object) -> None:
-        """Write `{"t": seconds since 1970, "run": …, "event": event, …details}`."""
+        """Write `{"t": seconds since 1970, "run": …, "event": event, …details}`.
+
+        A full disk costs the line, not the run: the records say the same, and the next shard will stop it cleanly.
+        """
         line = json.dumps({"t": round(time.time(), 3), "run": self._run_id, "event": event, **details})
         with self._lock:
             if self._fd >= 0:
-                os.write(self._fd, line.encode() + b"\n")
+                with contextlib.suppress(OSError):
+                    os.write(self._fd, line.encode() + b"\n")
 
     def close(self) -> None:
         with self._lock:
