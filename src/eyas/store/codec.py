@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from eyas.errors import StoreError
 
@@ -13,13 +13,22 @@ WHOLE = ""
 CODECS = (RAW,)
 
 
-def require(codec: str, path: object) -> None:
+def require(codec: object, path: object) -> None:
     """Refuse a codec that this version cannot decode, before any byte is read."""
+    if not isinstance(codec, str):
+        raise ValueError(f"has codec {codec!r:.100}")
     if codec not in CODECS:
         raise StoreError(
             f"{path}: codec '{codec}' is unknown to this eyas (known: {', '.join(CODECS)}); use a newer one",
             path=str(path),
         )
+
+
+def require_parts(codec: str, names: Collection[str]) -> None:
+    """Raise ValueError where a field's parts are not those of its codec."""
+    assert codec == RAW
+    if list(names) != [WHOLE]:
+        raise ValueError(f"has parts {sorted(names)} of a raw field, which has just one, '{WHOLE}'")
 
 
 def part_tensor(sample_index: int, field: str, part: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas.records import is_digest
+from eyas.store.files import raise_store_error
 
 _PAYLOAD = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.safetensors")
 _RECORD = re.compile(r"([0-9a-f]{32})\.json")
@@ -117,6 +118,8 @@ def _matches(directory: Path, pattern: re.Pattern[str]) -> Iterator[re.Match[str
         names = [p.name for p in directory.iterdir()]
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise_store_error(error, directory, "listing it")
     for name in names:
         match = pattern.fullmatch(name)
         if match is not None:

@@ -1,12 +1,14 @@
 """The manifest: one table over all records, so that a store of a million samples opens at once. Only a cache.
 
-Truth is in the records; the manifest remembers each by size and modification time and is rebuilt where they differ.
+Truth is in the records; the manifest remembers each by size and modification time and is rebuilt where they differ,
+or where its own digest does not fit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eyas.records import CaptureSpec
+from eyas.errors import ShardCorrupt
+from eyas.records import CaptureSpec, digest_bytes
 from eyas.store import codec
 from eyas.store import record as records
 from eyas.store.files import temporary_name
@@ -24,6 +27,9 @@ from eyas.store.record import ShardRecord
 
 _VERSION = 1
 _SHARDS = b"eyas.shards"
+_DIGEST = b"eyas.digest"
+_BROKEN = (OSError, pa.ArrowException, KeyError, IndexError, TypeError, ValueError, RecursionError, MemoryError)
+"""What damage to a cache may raise; each of them means that it is rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,11 @@ class Manifest:
 
 
 def load(layout: Layout, spec: CaptureSpec) -> Manifest:
-    """The manifest of what is committed now; what a cache lacks is read from the records, and the cache renewed."""
-    cached = _read_cache(layout.manifest, len(spec.fields))
+    """The manifest of what is committed now; what a cache lacks is read from the records, and the cache renewed.
+
+    Raises as `records.read` does, and ShardCorrupt where two records name the same sample.
+    """
+    cached = _read_cache(layout.manifest, spec)
     known = {entry.shard_id: i for i, entry in enumerate(cached.shards)} if cached else {}
     current = _stat_records(layout)
     if cached and current == {e.shard_id: (e.record_bytes, e.record_mtime_ns) for e in cached.shards}:
@@ -94,14 +103,38 @@ def load(layout: Layout, spec: CaptureSpec) -> Manifest:
             entries.append(_entry(record, *current[shard_id]))
             rows.append(_rows(record, spec))
     manifest = _assemble(entries, rows, len(spec.fields))
-    _write_cache(layout.manifest, manifest)
+    _require_distinct(manifest, layout)
+    _write_cache(layout.manifest, manifest, spec)
     return manifest
+
+
+def id_keys(ids: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """`[N, 2]`: sample ids as big-endian numbers, which sort as their hex does."""
+    return ids.view(">u8").reshape(-1, 2).astype(np.uint64)
+
+
+def _require_distinct(manifest: Manifest, layout: Layout) -> None:
+    keys = id_keys(manifest.ids)
+    high = np.sort(keys[:, 0])
+    if not (high[1:] == high[:-1]).any():
+        return
+    order = np.lexsort((keys[:, 1], keys[:, 0]))
+    twice = np.flatnonzero((keys[order[1:]] == keys[order[:-1]]).all(axis=1))
+    if len(twice):
+        first, second = sorted(order[twice[0] : twice[0] + 2])
+        paths = [layout.record(manifest.shards[manifest.shard[i]].shard_id) for i in (first, second)]
+        raise ShardCorrupt(
+            f"{paths[1]}: sample {bytes(manifest.ids[first]).hex()} is committed by {paths[0].name} too; "
+            f"run 'eyas verify --repair {layout.root}'",
+            path=paths[1],
+        )
 
 
 def summaries(layout: Layout, spec: CaptureSpec) -> list[ShardEntry]:
     """The shards alone, for counting: no memory per sample beyond one record at a time. Writes no cache."""
     current = _stat_records(layout)
-    cached = {e.shard_id: e for e in _read_entries(layout.manifest)}
+    listing = _read_listing(layout.manifest, spec)
+    cached = {entry.shard_id: entry for entry in listing[0]} if listing else {}
     found = []
     for shard_id in sorted(current):
         entry = cached.get(shard_id)
@@ -117,7 +150,10 @@ def summaries(layout: Layout, spec: CaptureSpec) -> list[ShardEntry]:
 def _stat_records(layout: Layout) -> dict[str, tuple[int, int]]:
     found = {}
     for shard_id in layout.record_ids():
-        stat = layout.record(shard_id).stat()
+        try:
+            stat = layout.record(shard_id).stat()
+        except FileNotFoundError:
+            continue  # dropped by a repair since the directory was listed
         found[shard_id] = (stat.st_size, stat.st_mtime_ns)
     return found
 
@@ -143,6 +179,8 @@ def _entry(record: ShardRecord, record_bytes: int, record_mtime_ns: int) -> Shar
 
 def _rows(record: ShardRecord, spec: CaptureSpec) -> _Rows:
     n, num_fields = len(record.sample_ids), len(spec.fields)
+    if n == 0:
+        return _no_rows(num_fields)
     digests = np.zeros((n, num_fields, 16), np.uint8)
     offset = np.zeros(n, np.int64)
     for f, entry in enumerate(record.fields.values()):
@@ -154,14 +192,17 @@ def _rows(record: ShardRecord, spec: CaptureSpec) -> _Rows:
     return _Rows(ids, np.array(record.num_tokens, np.int32), offset, digests.reshape(n, -1))
 
 
-def _assemble(entries: list[ShardEntry], rows: list[_Rows], num_fields: int) -> Manifest:
-    empty = _Rows(
+def _no_rows(num_fields: int) -> _Rows:
+    return _Rows(
         np.zeros((0, 16), np.uint8),
         np.zeros(0, np.int32),
         np.zeros(0, np.int64),
         np.zeros((0, 16 * num_fields), np.uint8),
     )
-    rows = [empty, *rows]
+
+
+def _assemble(entries: list[ShardEntry], rows: list[_Rows], num_fields: int) -> Manifest:
+    rows = [_no_rows(num_fields), *rows]
     counts = [entry.num_samples for entry in entries]
     return Manifest(
         shards=tuple(entries),
@@ -177,7 +218,7 @@ def _bounds(manifest: Manifest) -> npt.NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum([e.num_samples for e in manifest.shards], dtype=np.int64)]).astype(np.int64)
 
 
-def _write_cache(path: Path, manifest: Manifest) -> None:
+def _write_cache(path: Path, manifest: Manifest, spec: CaptureSpec) -> None:
     """Best effort: a reader without the right to write does without."""
     width = manifest.digests.shape[1]
     table = pa.table(
@@ -188,15 +229,28 @@ def _write_cache(path: Path, manifest: Manifest) -> None:
             "digests": _fixed(manifest.digests, width),
         }
     )
-    listing = [asdict(entry) for entry in manifest.shards]
-    table = table.replace_schema_metadata({_SHARDS: json.dumps({"version": _VERSION, "shards": listing})})
+    body = {
+        "version": _VERSION,
+        "fingerprint": spec.fingerprint,
+        "columns_digest": _columns_digest(manifest),
+        "shards": [asdict(entry) for entry in manifest.shards],
+    }
+    listing = json.dumps(body).encode()
+    table = table.replace_schema_metadata({_SHARDS: listing, _DIGEST: digest_bytes(listing)})
     temporary = temporary_name(path)
     try:
-        pq.write_table(table, temporary, compression="none", use_dictionary=False, write_statistics=False)
-        temporary.chmod(0o600)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as out:
+            pq.write_table(table, out, compression="none", use_dictionary=False, write_statistics=False)
         temporary.rename(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _columns_digest(rows: _Rows | Manifest) -> str:
+    columns = (rows.ids, rows.num_tokens, rows.offset, rows.digests)
+    return digest_bytes(*(np.ascontiguousarray(column).view(np.uint8).data for column in columns if column.size))
 
 
 def _fixed(values: npt.NDArray[np.uint8], width: int) -> pa.Array:
@@ -205,39 +259,43 @@ def _fixed(values: npt.NDArray[np.uint8], width: int) -> pa.Array:
     )
 
 
-def _read_entries(path: Path) -> list[ShardEntry]:
-    """The shard list of a cache; nothing where the cache is absent, damaged or of another version."""
+def _read_listing(path: Path, spec: CaptureSpec) -> tuple[list[ShardEntry], str] | None:
+    """The shards of a cache and the digest of its columns; None where it is absent, damaged or about another spec."""
     try:
-        listing = json.loads(pq.read_schema(path).metadata[_SHARDS])
-        return _parse_entries(listing["shards"]) if listing["version"] == _VERSION else []
-    except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError):
-        return []
-
-
-def _parse_entries(listing: Iterable[dict[str, object]]) -> list[ShardEntry]:
-    return [
-        ShardEntry(**{**entry, "rejects": tuple((r[0], r[1]) for r in entry["rejects"])})  # type: ignore[arg-type, attr-defined]
-        for entry in listing
-    ]
-
-
-def _read_cache(path: Path, num_fields: int) -> Manifest | None:
-    entries = _read_entries(path)
-    if not entries:
+        metadata = pq.read_schema(path).metadata
+        if digest_bytes(metadata[_SHARDS]).encode() != metadata[_DIGEST]:
+            return None
+        body = json.loads(metadata[_SHARDS])
+        if (body["version"], body["fingerprint"]) != (_VERSION, spec.fingerprint):
+            return None
+        entries = [ShardEntry(**{**e, "rejects": tuple((r[0], r[1]) for r in e["rejects"])}) for e in body["shards"]]
+        return entries, body["columns_digest"]
+    except _BROKEN:
         return None
+
+
+def _read_cache(path: Path, spec: CaptureSpec) -> Manifest | None:
+    listing = _read_listing(path, spec)
+    if listing is None:
+        return None
+    entries, columns_digest = listing
     try:
         table = pq.read_table(path, memory_map=False)
-        ids = _bytes_of(table["sample_id"], 16)
-        digests = _bytes_of(table["digests"], 16 * num_fields)
-        num_tokens = table["num_tokens"].to_numpy().astype(np.int32)
-        offset = table["offset"].to_numpy().astype(np.int64)
-    except (OSError, pa.ArrowInvalid, KeyError, ValueError):
+        rows = _Rows(
+            _bytes_of(table["sample_id"], 16),
+            table["num_tokens"].to_numpy().astype(np.int32, casting="safe", copy=False),
+            table["offset"].to_numpy().astype(np.int64, casting="safe", copy=False),
+            _bytes_of(table["digests"], 16 * len(spec.fields)),
+        )
+    except _BROKEN:
         return None
-    counts = [entry.num_samples for entry in entries]
-    if not sum(counts) == len(ids) == len(digests) == len(num_tokens) == len(offset):
+    n = sum(entry.num_samples for entry in entries)
+    if not n == len(rows.ids) == len(rows.num_tokens) == len(rows.offset) == len(rows.digests):
         return None
-    shard = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
-    return Manifest(tuple(entries), ids, num_tokens, shard, offset, digests)
+    if _columns_digest(rows) != columns_digest:
+        return None
+    shard = np.repeat(np.arange(len(entries), dtype=np.int32), [entry.num_samples for entry in entries])
+    return Manifest(tuple(entries), rows.ids, rows.num_tokens, shard, rows.offset, rows.digests)
 
 
 def _bytes_of(column: pa.ChunkedArray, width: int) -> npt.NDArray[np.uint8]:

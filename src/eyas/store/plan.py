@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eyas.errors import ShardCorrupt, StoreError
-from eyas.records import FORMAT_VERSION, TokenIds, is_digest, sample_id_of, shard_id_of
+from eyas.records import FORMAT_VERSION, TokenIds, canonical_json, digest_bytes, is_digest, sample_id_of, shard_id_of
 from eyas.store.files import Files, link_if_absent, raise_store_error, temporary_name
 from eyas.store.layout import Layout
 
@@ -29,6 +29,10 @@ MAX_SHARD_SAMPLES = 16_384
 SCHEMA = pa.schema([("sample_id", pa.binary(16)), ("num_tokens", pa.int32()), ("token_ids", pa.large_list(pa.int32()))])
 _HEAD = b"eyas.segment"
 _SHARDS = b"eyas.shards"
+_FORMAT = b"eyas.format"
+_DIGEST = b"eyas.digest"
+_BROKEN = (pa.ArrowException, OSError, LookupError, TypeError, ValueError, OverflowError, RecursionError, MemoryError)
+"""What a damaged Parquet file may raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +91,19 @@ class Segment:
         self.path = path
         try:
             self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False)
-            metadata = self._file.metadata.metadata or {}
-            self.head = SegmentHead(**json.loads(metadata[_HEAD]))
-            shards = json.loads(metadata[_SHARDS])
+            self.head, shards = _parse(self._file.metadata.metadata or {}, path)
+            self.shards = [
+                ShardPlan(self.head.number, i, shard_id, num_samples, num_tokens)
+                for i, (shard_id, num_samples, num_tokens) in enumerate(shards)
+            ]
+            if len(self.shards) != self._file.metadata.num_row_groups or path.name != f"{self.head.number:05d}.parquet":
+                raise ValueError("it has other row groups, or another number, than it says")
         except FileNotFoundError:
             raise StoreError(f"{path}: no such segment of the plan", path=path) from None
-        except (pa.ArrowInvalid, OSError, KeyError, TypeError, ValueError) as error:
+        except _BROKEN as error:
             raise ShardCorrupt(
-                f"{path}: not a segment of a plan ({error}); restore it from a copy", path=path
+                f"{path}: not a segment of a plan ({error}); restore it from a copy".replace("\n", " "), path=path
             ) from None
-        self.shards = [
-            ShardPlan(self.head.number, i, shard_id, num_samples, num_tokens)
-            for i, (shard_id, num_samples, num_tokens) in enumerate(shards)
-        ]
 
     def __enter__(self) -> Segment:
         return self
@@ -112,13 +116,8 @@ class Segment:
 
     def read(self, shard: ShardPlan) -> list[tuple[str, TokenIds]]:
         """`(sample_id, token_ids)` of one shard, in plan order, checked against the shard's id."""
-        try:
-            table = self._file.read_row_group(shard.row_group, use_threads=False)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ShardCorrupt(
-                f"{self.path}: shard {shard.shard_id} cannot be read ({error})", path=self.path
-            ) from None
-        ids = [value.hex() for value in table["sample_id"].to_pylist()]
+        table = self._rows(shard, ["sample_id", "num_tokens", "token_ids"])
+        ids = self._ids(table, shard)
         lists = table["token_ids"].combine_chunks()
         values = lists.values.to_numpy(zero_copy_only=False)
         offsets = lists.offsets.to_numpy()
@@ -126,22 +125,60 @@ class Segment:
             (sample_id, np.array(values[a:b], dtype=np.int32))
             for sample_id, a, b in zip(ids, offsets[:-1], offsets[1:], strict=True)
         ]
-        if shard_id_of(ids, self.head.attempt) != shard.shard_id:
-            raise ShardCorrupt(f"{self.path}: samples of shard {shard.shard_id} are not those planned", path=self.path)
-        for sample_id, token_ids in samples:
-            if sample_id_of(token_ids) != sample_id:
+        for (sample_id, token_ids), num_tokens in zip(samples, table["num_tokens"].to_pylist(), strict=True):
+            if len(token_ids) != num_tokens or sample_id_of(token_ids) != sample_id:
                 raise ShardCorrupt(f"{self.path}: token ids of sample {sample_id} differ from its id", path=self.path)
         return samples
 
     def ids_of(self, shard: ShardPlan) -> tuple[list[str], list[int]]:
         """Sample ids and token counts of one shard, in plan order, without the token ids."""
-        table = self._file.read_row_group(shard.row_group, columns=["sample_id", "num_tokens"], use_threads=False)
-        return [value.hex() for value in table["sample_id"].to_pylist()], table["num_tokens"].to_pylist()
+        table = self._rows(shard, ["sample_id", "num_tokens"])
+        return self._ids(table, shard), table["num_tokens"].to_pylist()
+
+    def _rows(self, shard: ShardPlan, columns: list[str]) -> pa.Table:
+        try:
+            table = self._file.read_row_group(shard.row_group, columns=columns, use_threads=False)
+            if table.schema != pa.schema([SCHEMA.field(name) for name in columns]):
+                raise ValueError(f"its columns are {table.schema.names}")
+            table.validate(full=True)
+            if any(column.null_count for column in table.columns):
+                raise ValueError("a value is missing")
+        except _BROKEN as error:
+            raise ShardCorrupt(
+                f"{self.path}: shard {shard.shard_id} cannot be read ({error}); restore the file from a copy".replace(
+                    "\n", " "
+                ),
+                path=self.path,
+            ) from None
+        return table
+
+    def _ids(self, table: pa.Table, shard: ShardPlan) -> list[str]:
+        ids = [value.hex() for value in table["sample_id"].to_pylist()]
+        if shard_id_of(ids, self.head.attempt) != shard.shard_id or len(ids) != shard.num_samples:
+            raise ShardCorrupt(f"{self.path}: samples of shard {shard.shard_id} are not those planned", path=self.path)
+        return ids
 
 
 def open_segments(layout: Layout) -> list[Segment]:
     """The plan so far, in order."""
     return [Segment(path) for path in layout.segments()]
+
+
+def _parse(metadata: dict[bytes, bytes], path: Path) -> tuple[SegmentHead, list[tuple[str, int, int]]]:
+    version, head, shards = (metadata[key] for key in (_FORMAT, _HEAD, _SHARDS))
+    if digest_bytes(version, head, shards) != metadata[_DIGEST].decode():
+        raise ValueError("its own digest does not fit its contents")
+    if int(version) > FORMAT_VERSION:
+        raise StoreError(f"{path}: made by a newer eyas (format {int(version)}); use that one", path=path)
+    known = {field.name: field.type for field in dataclasses.fields(SegmentHead)}
+    body = {name: value for name, value in json.loads(head).items() if name in known}
+    types = {"int": int, "str": str, "dict[str, Any]": dict}
+    if any(type(value) is not types[str(known[name])] for name, value in body.items()):
+        raise ValueError("its head mistypes a key")
+    listing = [(shard_id, num_samples, num_tokens) for shard_id, num_samples, num_tokens in json.loads(shards)]
+    if not all(type(s) is str and is_digest(s) and type(n) is type(t) is int for s, n, t in listing):
+        raise ValueError("its list of shards mistypes an entry")
+    return SegmentHead(**body), listing
 
 
 def write_segment(
@@ -197,13 +234,10 @@ def _write_parquet(
             num_new_tokens=num_new_tokens,
             max_tokens=max_tokens,
         )
-        out.add_key_value_metadata(
-            {
-                _HEAD: json.dumps(dataclasses.asdict(full)),
-                _SHARDS: json.dumps(listing),
-                b"eyas.format": str(FORMAT_VERSION),
-            }
-        )
+        version = str(FORMAT_VERSION).encode()
+        head_json, listing_json = canonical_json(dataclasses.asdict(full)), canonical_json(listing)
+        digest = digest_bytes(version, head_json, listing_json)
+        out.add_key_value_metadata({_FORMAT: version, _HEAD: head_json, _SHARDS: listing_json, _DIGEST: digest})
     return full
 
 

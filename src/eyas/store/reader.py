@@ -5,7 +5,9 @@ Letters: `N` samples, `T` tokens of one, `A` auxiliary layers, `H` hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +19,9 @@ import numpy.typing as npt
 import xxhash
 
 from eyas.errors import ShardCorrupt, ShardMissing, StoreError
-from eyas.records import CaptureSpec
+from eyas.records import CaptureSpec, is_digest
 from eyas.store import manifest
+from eyas.store.files import raise_store_error
 from eyas.store.layout import Layout
 from eyas.store.values import row_bytes
 from eyas.store.writer import read_head
@@ -86,7 +89,7 @@ class DataSet:
                     path=self.layout.record(shard.shard_id),
                 )
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
-        self._order: npt.NDArray[np.int64] | None = None
+        self._by_id: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
         return len(self._manifest.ids)
@@ -113,27 +116,28 @@ class DataSet:
 
     def index_of(self, sample_id: str) -> int:
         """The index of a sample; KeyError where it is not in the data set."""
-        ids = self._manifest.ids
-        keys = ids.view(">u8").reshape(-1, 2) if len(ids) else np.zeros((0, 2), ">u8")
-        if self._order is None:
-            self._order = np.lexsort((keys[:, 1], keys[:, 0]))
-        try:
-            wanted = np.frombuffer(bytes.fromhex(sample_id), ">u8")
-        except ValueError:
-            raise KeyError(sample_id) from None
-        if wanted.shape == (2,):
-            at = int(np.searchsorted(keys[:, 0], wanted[0], sorter=self._order))
-            while at < len(ids) and keys[self._order[at], 0] == wanted[0]:
-                if keys[self._order[at], 1] == wanted[1]:
-                    return int(self._order[at])
-                at += 1
+        if not is_digest(sample_id):
+            raise KeyError(sample_id)
+        # A table of the ids' first halves, sorted once; equal halves of different ids stand side by side.
+        if self._by_id is None:
+            high = manifest.id_keys(self._manifest.ids)[:, 0]
+            order = np.argsort(high, kind="stable")
+            self._by_id = high[order], order
+        high, order = self._by_id
+        at = int(np.searchsorted(high, np.uint64(int(sample_id[:16], 16))))
+        while at < len(high) and high[at] == int(sample_id[:16], 16):
+            if self.sample_id(order[at]) == sample_id:
+                return int(order[at])
+            at += 1
         raise KeyError(sample_id)
 
     def __getitem__(self, index: int) -> StoredSample:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
-        return self.read_into(index, memoryview(bytearray(self.sample_bytes(index))))
+        # First the file and its size: only then is the sample's size worth memory.
+        self._file(int(self._manifest.shard[index]))
+        return self.read_into(index, np.empty(self.sample_bytes(index), np.uint8).data)
 
     def read_into(self, index: int, buffer: memoryview) -> StoredSample:
         """Read one sample into the front of a writable buffer (pinned memory, say) of at least `sample_bytes(index)`.
@@ -141,12 +145,15 @@ class DataSet:
         Raises ShardMissing or ShardCorrupt, naming the file.
         """
         size = self.sample_bytes(index)
+        if buffer.readonly or buffer.nbytes < size:
+            kind = "read-only" if buffer.readonly else "writable"
+            raise ValueError(f"{kind} buffer of {buffer.nbytes} bytes for a sample of {size}")
         view = buffer.cast("B")[:size]
-        if view.nbytes < size:
-            raise ValueError(f"buffer of {view.nbytes} bytes for a sample of {size}")
-        shard = int(self._manifest.shard[index])
-        file = self._file(shard)
-        got = pread_into(file.fd, view, int(self._manifest.offset[index]))
+        file = self._file(int(self._manifest.shard[index]))
+        try:
+            got = pread_into(file.fd, view, int(self._manifest.offset[index]))
+        except OSError as error:
+            raise_store_error(error, file.path, "reading a sample")
         if got != size:
             raise ShardCorrupt(
                 f"{file.path}: ends {size - got} bytes early; run 'eyas verify --repair {self.layout.root}'",
@@ -186,18 +193,19 @@ class DataSet:
             path = self.layout.payload(entry.shard_id, entry.payload_digest)
             if entry.released:
                 raise ShardMissing(f"{path}: was released on purpose; capture it again to read it", path=path)
-            file = _OpenFile(path, self.layout.root)
+            file = _OpenFile(path, entry.payload_bytes, self.layout.root)
             # A file that leaves the table is closed when its last reader lets go of it, never under a read.
             self._open[shard] = file
             while len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)
+                with contextlib.suppress(KeyError):  # other threads make room too
+                    self._open.popitem(last=False)
         return file
 
 
 class _OpenFile:
-    """A payload's descriptor, closed with its last reference."""
+    """The descriptor of a payload of the right size, closed with its last reference."""
 
-    def __init__(self, path: Path, root: Path) -> None:
+    def __init__(self, path: Path, num_bytes: int, root: Path) -> None:
         self.path = path
         self.fd = -1
         try:
@@ -205,7 +213,8 @@ class _OpenFile:
         except FileNotFoundError:
             raise ShardMissing(f"{path}: payload is gone; run 'eyas verify --repair {root}'", path=path) from None
         except OSError as error:
-            raise StoreError(f"{path}: {error.strerror}", path=path) from None
+            raise_store_error(error, path, "opening a payload")
+        require_size(self.fd, num_bytes, path, root)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -217,6 +226,16 @@ class _OpenFile:
 
 def _reopen(root: Path, check: bool) -> DataSet:
     return DataSet(root, check=check)
+
+
+def require_size(fd: int, num_bytes: int, path: Path, root: Path) -> None:
+    """Raise ShardCorrupt where an open payload is no file of `num_bytes`."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
+        what = f"{found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "not a file"
+        raise ShardCorrupt(
+            f"{path}: {what}, its record says {num_bytes} bytes; run 'eyas verify --repair {root}'", path=path
+        )
 
 
 def pread_into(fd: int, view: memoryview, offset: int) -> int:

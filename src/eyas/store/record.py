@@ -6,13 +6,16 @@ Letters: `n` captured samples of the shard, `T` tokens of a sample, `H` hidden s
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from eyas.errors import ShardCorrupt, ShardMissing, SpecMismatch, StoreError
 from eyas.records import (
+    DIGEST_HEX,
     DTYPE_BYTES,
     FORMAT_VERSION,
     CaptureSpec,
@@ -20,13 +23,24 @@ from eyas.records import (
     Reject,
     canonical_json,
     digest_bytes,
-    is_digest,
 )
 from eyas.store import codec
+from eyas.store.files import raise_store_error
 from eyas.store.layout import payload_name
 
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
 """Features a record may require of its reader (`requires`); an unknown one is a refusal."""
+
+MAX_TOKENS = 2**31 - 1
+MAX_BYTES = 2**63 - 1
+"""Token counts are 32-bit, sizes and offsets 64-bit numbers in every language that may read them."""
+
+_SEAL = "record_digest"
+_KEYS = frozenset({
+    "format", "requires", "shard_id", "fingerprint", "payload", "samples", "fields", "field_order", "rejects",
+    "duplicates", "released", "provenance",
+})  # fmt: skip
+_HEX = re.compile(r"[0-9a-f]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,47 +172,80 @@ def to_bytes(record: ShardRecord) -> bytes:
             "committed_at": record.committed_at,
         },
     }
-    body["record_digest"] = digest_bytes(canonical_json(body))
-    return canonical_json(body) + b"\n"
+    return sealed(body, _SEAL)
+
+
+def sealed(body: dict[str, Any], seal: str) -> bytes:
+    """Canonical JSON and a line end, with the digest of the rest of it under the key `seal`."""
+    return canonical_json({**body, seal: digest_bytes(canonical_json(body))}) + b"\n"
+
+
+def unsealed(data: bytes, seal: str) -> dict[str, Any]:
+    """What `sealed` was given. Raises ValueError, with a phrase that says why, where a single byte differs."""
+    if not data.strip():
+        raise ValueError("is empty")
+    try:
+        body = json.loads(data.decode(), parse_constant=_no_number)
+        spelled = canonical_json(body) + b"\n"
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON ({error})") from None
+    if not isinstance(body, dict):
+        raise ValueError("is not a JSON object")
+    stated = body.pop(seal, None)
+    # Every byte counts: the digest is that of the bytes without the member itself, which canonical JSON makes unique.
+    before, member, after = spelled.partition(f'"{seal}":"{stated}",'.encode())
+    if not member or data != spelled or digest_bytes(before, after[:-1]) != stated:
+        raise ValueError("is damaged: its own digest does not fit its contents")
+    return body
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
 
 
 def read(path: Path) -> ShardRecord:
     """The record at `path`, checked against its own digest and for inner consistency.
 
-    Raises ShardCorrupt when it is damaged, StoreError when a newer eyas is needed, ShardMissing when it is gone.
+    Raises ShardCorrupt when it is damaged, StoreError when a newer eyas is needed or it is no file, ShardMissing when
+    it is gone.
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         raise ShardMissing(f"{path}: no such record", path=path) from None
+    except IsADirectoryError:
+        raise StoreError(f"{path}: a directory stands where a record belongs; move it away", path=path) from None
+    except OSError as error:
+        raise_store_error(error, path, "reading a record")
     return from_bytes(data, path)
 
 
 def from_bytes(data: bytes, path: Path) -> ShardRecord:
     """As `read`, for bytes that are already there; `path` is for messages and for the id that the name promises."""
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        what = "empty" if not data.strip() else f"not JSON ({error})"
-        raise _corrupt(path, what) from None
-    if not isinstance(body, dict):
-        raise _corrupt(path, "not a JSON object")
-    version = body.get("format")
-    if not isinstance(version, int) or version < 1:
-        raise _corrupt(path, f"'format' is {version!r}")
-    unknown = set(body.get("requires") or ()) - KNOWN_REQUIREMENTS
-    if version > FORMAT_VERSION or unknown:
-        need = f"format {version}" if version > FORMAT_VERSION else f"features {sorted(map(str, unknown))}"
-        raise StoreError(f"{path}: needs {need}, which this eyas does not know; use a newer one", path=path)
-    stated = body.pop("record_digest", None)
-    if stated != digest_bytes(canonical_json(body)):
-        raise _corrupt(path, "its own digest does not fit its contents")
-    try:
+        body = unsealed(data, _SEAL)
+        require_version(body, path)
         record = _parse(body, path)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise _corrupt(path, f"misses or mistypes a key ({type(error).__name__}: {error})") from None
+    except ValueError as error:
+        raise _corrupt(path, str(error)) from None
     _check(record, path)
     return record
+
+
+def require_version(body: dict[str, Any], path: Path) -> None:
+    """Raise StoreError where a newer eyas is needed, ValueError where version or requirements are none."""
+    version, requires = body["format"], body["requires"]
+    if type(version) is not int or version < 1:
+        raise ValueError(f"has format {version!r}")
+    if version > FORMAT_VERSION:
+        raise StoreError(f"{path}: has format {version}, which this eyas does not know; use a newer one", path=path)
+    unknown = sorted(set(_strings(requires)) - KNOWN_REQUIREMENTS)
+    if unknown:
+        raise StoreError(f"{path}: requires {unknown}, which this eyas does not know; use a newer one", path=path)
 
 
 def require_spec(record: ShardRecord, spec: CaptureSpec, path: Path) -> None:
@@ -221,58 +268,65 @@ def require_spec(record: ShardRecord, spec: CaptureSpec, path: Path) -> None:
 
 
 def _parse(body: dict[str, Any], path: Path) -> ShardRecord:
-    known = {
-        "format", "requires", "shard_id", "fingerprint", "payload", "samples", "fields", "field_order", "rejects",
-        "duplicates", "released", "provenance",
-    }  # fmt: skip
-    payload, made = body["payload"], body["provenance"]
+    samples = _exactly(body["samples"], "sample_id", "position", "num_tokens")
+    made = _exactly(body["provenance"], "engine", "version", "settings", "host", "run_id", "committed_at")
+    payload = body["payload"]
+    if payload is not None:
+        _exactly(payload, "name", "bytes", "header_bytes", "digest")
+    rejects = [_exactly(r, "sample_id", "reason", "detail") for r in body["rejects"]]
+    field_order = _strings(body["field_order"])
+    fields = _exactly(body["fields"], *field_order)
     record = ShardRecord(
-        shard_id=body["shard_id"],
-        fingerprint=body["fingerprint"],
-        sample_ids=tuple(body["samples"]["sample_id"]),
-        positions=_ints(body["samples"]["position"]),
-        num_tokens=_ints(body["samples"]["num_tokens"]),
-        fields={name: _parse_field(body["fields"][name], path) for name in body["field_order"]},
-        rejects=tuple(Reject(r["sample_id"], r["reason"], r["detail"]) for r in body["rejects"]),
-        provenance=Provenance(made["engine"], made["version"], dict(made["settings"]), made["host"]),
-        run_id=made["run_id"],
-        committed_at=float(made["committed_at"]),
-        payload_digest=None if payload is None else payload["digest"],
-        payload_bytes=0 if payload is None else int(payload["bytes"]),
-        header_bytes=0 if payload is None else int(payload["header_bytes"]),
-        duplicates=tuple(body["duplicates"]),
-        released=bool(body["released"]),
-        requires=tuple(body["requires"]),
-        extra={k: v for k, v in body.items() if k not in known},
+        shard_id=_digest(body["shard_id"]),
+        fingerprint=_digest(body["fingerprint"]),
+        sample_ids=_digests(samples["sample_id"]),
+        positions=_ints(samples["position"], 0, MAX_TOKENS),
+        num_tokens=_ints(samples["num_tokens"], 1, MAX_TOKENS),
+        fields={name: _parse_field(fields[name], path) for name in field_order},
+        rejects=tuple(Reject(_digest(r["sample_id"]), _string(r["reason"]), _string(r["detail"])) for r in rejects),
+        provenance=Provenance(
+            engine=_string(made["engine"]),
+            version=_string(made["version"]),
+            settings={name: _string(value) for name, value in made["settings"].items()},
+            host=_string(made["host"]),
+        ),
+        run_id=_string(made["run_id"]),
+        committed_at=_seconds(made["committed_at"]),
+        payload_digest=None if payload is None else _digest(payload["digest"]),
+        payload_bytes=0 if payload is None else _ints([payload["bytes"]], 0, MAX_BYTES)[0],
+        header_bytes=0 if payload is None else _ints([payload["header_bytes"]], 8, MAX_BYTES)[0],
+        duplicates=_digests(body["duplicates"]),
+        released=_flag(body["released"]),
+        requires=_strings(body["requires"]),
+        extra={k: v for k, v in body.items() if k not in _KEYS},
     )
-    if set(body["fields"]) != set(body["field_order"]):
-        raise ValueError("field_order does not list the fields")
-    digests = [record.shard_id, record.fingerprint, *record.sample_ids, *record.duplicates]
-    digests += [] if record.payload_digest is None else [record.payload_digest]
-    digests += [r.sample_id for r in record.rejects]
-    if not all(isinstance(d, str) and is_digest(d) for d in digests):
-        raise ValueError("an id is not 32 hex digits")
     if payload is not None and payload["name"] != record.payload_name:
-        raise ValueError(f"payload name {payload['name']!r} is not made of its shard id and digest")
+        raise ValueError(f"names a payload {payload['name']!r} that is not made of its shard id and digest")
     return record
 
 
 def _parse_field(entry: dict[str, Any], path: Path) -> FieldEntry:
+    # First the codec: an unknown one may have keys of its own.
     codec.require(entry["codec"], path)
+    _exactly(entry, "codec", "dtype", "shape", "rows", "digest", "parts")
     symbol, width = entry["shape"]
     if symbol != "T" or entry["dtype"] not in DTYPE_BYTES:
-        raise ValueError(f"shape {entry['shape']} or dtype {entry['dtype']!r}")
+        raise ValueError(f"has shape {entry['shape']} or dtype {entry['dtype']!r}")
+    parts = {name: _exactly(part, "offset", "bytes", "digest") for name, part in entry["parts"].items()}
+    codec.require_parts(entry["codec"], parts)
     rows = entry["rows"]
     return FieldEntry(
         codec=entry["codec"],
         dtype=entry["dtype"],
-        width=int(width),
+        width=_ints([width], 1, MAX_TOKENS)[0],
         parts={
-            name: Part(_ints(part["offset"]), _ints(part["bytes"]), tuple(part["digest"]))
-            for name, part in entry["parts"].items()
+            name: Part(
+                _ints(part["offset"], 0, MAX_BYTES), _ints(part["bytes"], 0, MAX_BYTES), _digests(part["digest"])
+            )
+            for name, part in parts.items()
         },
-        rows=None if rows is None else tuple(tuple((int(a), int(b)) for a, b in spans) for spans in rows),
-        digest=None if entry["digest"] is None else tuple(entry["digest"]),
+        rows=None if rows is None else tuple(tuple(_span(span) for span in spans) for spans in rows),
+        digest=None if entry["digest"] is None else _digests(entry["digest"]),
     )
 
 
@@ -290,8 +344,6 @@ def _check(record: ShardRecord, path: Path) -> None:
         or list(record.positions) != sorted(set(record.positions))
     ):
         raise _corrupt(path, "lists of samples, positions and token counts do not fit each other")
-    if any(t < 1 for t in record.num_tokens) or any(p < 0 for p in record.positions):
-        raise _corrupt(path, "has a token count or position below its range")
     if (record.payload_digest is None) != (n == 0):
         raise _corrupt(path, "names a payload without samples, or samples without a payload")
     for name, entry in record.fields.items():
@@ -328,10 +380,57 @@ def _check_layout(record: ShardRecord, path: Path) -> None:
         raise _corrupt(path, f"payload has {record.payload_bytes} bytes, its tensors end at {at}")
 
 
-def _ints(values: list[Any]) -> tuple[int, ...]:
+def _exactly(value: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """A JSON object with just these keys: what a later version adds, it adds at the top, where it is kept."""
+    if not isinstance(value, dict) or value.keys() != set(keys):
+        found = sorted(value) if isinstance(value, dict) else value
+        raise ValueError(f"has {found!r:.200} where an object of {list(keys)} belongs")
+    return value
+
+
+def _ints(values: list[Any], low: int, high: int) -> tuple[int, ...]:
     if not all(type(v) is int for v in values):
-        raise ValueError("a list of whole numbers holds something else")
+        raise ValueError("has something else in a list of whole numbers")
+    if values and not low <= min(values) <= max(values) <= high:
+        raise ValueError(f"has a number outside {low}..{high}: {min(values)}..{max(values)}"[:200])
     return tuple(values)
+
+
+def _strings(values: list[Any]) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(type(v) is str for v in values):
+        raise ValueError("has something else where a text belongs")
+    return tuple(values)
+
+
+def _string(value: Any) -> str:
+    return _strings([value])[0]
+
+
+def _digests(values: list[Any]) -> tuple[str, ...]:
+    if any(len(v) != DIGEST_HEX for v in _strings(values)) or _HEX.fullmatch("".join(values)) is None:
+        raise ValueError("has a digest or id that is not 32 hex digits")
+    return tuple(values)
+
+
+def _digest(value: Any) -> str:
+    return _digests([value])[0]
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= 1e12 or not math.isfinite(value):
+        raise ValueError("has a time of commit that is none")
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError("has something else than true or false for 'released'")
+    return value
+
+
+def _span(span: list[Any]) -> tuple[int, int]:
+    start, end = _ints(span, 0, MAX_TOKENS)
+    return start, end
 
 
 def _corrupt(path: Path, what: str) -> ShardCorrupt:

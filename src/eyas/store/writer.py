@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -12,13 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-from pydantic import ValidationError
 
 from eyas import __version__
 from eyas.errors import ConfigError, DataSetLocked, ShardCorrupt, SpecMismatch, StoreError
-from eyas.records import FORMAT_VERSION, CaptureSpec, canonical_json
+from eyas.records import FORMAT_VERSION, CaptureSpec
 from eyas.store import record as records
 from eyas.store.files import Files, put_if_absent, raise_store_error
 from eyas.store.layout import Layout
@@ -26,6 +22,7 @@ from eyas.store.plan import Segment, ShardPlan, open_segments
 from eyas.store.shard import PlannedSample, ShardWriter
 
 _LOCK = re.compile(rb"(pid \d+ on [^\n]*\n)?")
+HEAD_SEAL = "head_digest"
 
 
 class DataSetWriter:
@@ -97,7 +94,7 @@ class DataSetWriter:
                 "made_by": f"eyas {__version__}",
             }
             try:
-                put_if_absent(self.files, path, canonical_json(body) + b"\n")
+                put_if_absent(self.files, path, records.sealed(body, HEAD_SEAL))
             except OSError as error:
                 raise_store_error(error, path, "creating the data set")
         require_spec(path, self.spec)
@@ -117,29 +114,22 @@ def require_spec(head: Path, spec: CaptureSpec) -> None:
 def read_head(path: Path) -> CaptureSpec:
     """The spec of a data set. Raises StoreError where there is none, ShardCorrupt where it is damaged."""
     try:
-        body: Any = json.loads(path.read_bytes())
+        data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise StoreError(
             f"{path.parent}: not a data set (no {path.name}); give the directory named by capture.out", path=path
         ) from None
     except OSError as error:
         raise_store_error(error, path, "reading the data set's head")
-    except ValueError as error:
-        raise ShardCorrupt(f"{path}: not JSON ({error}); restore it from a copy", path=path) from None
     try:
-        version, requires = body["format"], body["requires"]
-        if type(version) is not int or version < 1:
-            raise ValueError(f"'format' is {version!r}")
-        if version > FORMAT_VERSION or set(requires) - records.KNOWN_REQUIREMENTS:
-            raise StoreError(f"{path}: made by a newer eyas (format {version}, {requires}); use that one", path=path)
+        body = records.unsealed(data, HEAD_SEAL)
+        records.require_version(body, path)
         spec = CaptureSpec.model_validate(body["spec"])
-        fingerprint = body["fingerprint"]
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
-        raise ShardCorrupt(
-            f"{path}: damaged ({type(error).__name__}: {error}); restore it from a copy".replace("\n", " "), path=path
-        ) from None
-    if fingerprint != spec.fingerprint:
-        raise ShardCorrupt(f"{path}: the fingerprint does not fit the spec; restore it from a copy", path=path)
+        if body["fingerprint"] != spec.fingerprint:
+            raise ValueError("has a fingerprint that does not fit its spec")
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"misses key {error}" if isinstance(error, KeyError) else str(error).replace("\n", " ")
+        raise ShardCorrupt(f"{path}: head {why}; restore it from a copy", path=path) from None
     return spec
 
 
@@ -161,7 +151,10 @@ def _require_ours_or_free(layout: Layout) -> None:
 
 def lock(path: Path) -> int:
     """Take the data set's lock, which the kernel gives back however the process ends; returns its descriptor."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise_store_error(error, path, "taking the data set's lock")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
