@@ -116,6 +116,7 @@ class Loop:
             self._counts.checked_samples += 1
             self._monitor.events.add("check", sample_id=slot.sample_id, found=report.line())
         self._burst = self._restarts = 0
+        self._counts.answered_samples += 1
         self._counts.answered_tokens += slot.num_tokens
         self._asker.remember(CaptureRequest(slot.sample_id, slot.token_ids))
         self._sink.put(Done(slot, outcome.fields))

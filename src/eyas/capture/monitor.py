@@ -41,6 +41,8 @@ class Counts:
     retries: int = 0
     checked_samples: int = 0
     late_answers: int = 0
+    answered_samples: int = 0
+    """Answers of this run that passed their checks; they are committed with their shard."""
     answered_tokens: int = 0
     new_tokens: int = 0
     new_bytes: int = 0
@@ -193,7 +195,7 @@ class Monitor:
         eta = self.eta_s(tokens_per_s)
         parts = [
             f"{c.committed_shards}/{c.planned_shards} shards",
-            f"{c.committed_samples}/{c.planned_samples} samples",
+            f"{c.committed_samples}/{c.planned_samples} samples committed, {c.answered_samples} answered",
             f"{tokens_per_s:,.0f} tokens/s",
             f"{tokens_per_s * self._bytes_per_token / 1e9:.3f} GB/s",
             f"{human_bytes(self.in_flight()[0])} in flight",

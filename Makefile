@@ -1,0 +1,46 @@
+# Everything starts here: `make demo` runs the main job, `make test` passes the tests. Both set up what they need.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+DEMO := examples/demo/demo.toml
+
+.PHONY: setup demo test test-slow check clean
+
+setup: $(VENV)/.complete
+
+# A torch that is there already (a GPU build, say) is kept: in the virtual environment, or in the Python it is made from.
+$(VENV)/.complete: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eyas needs Python 3.11 or newer: make PYTHON=...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv \
+	  $$($(PYTHON) -c 'import importlib.util as u; print("--system-site-packages" * bool(u.find_spec("torch")))') $(VENV)
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' \
+	  || $(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,gguf]'
+	@touch $@
+
+demo: setup
+	$(BIN)/eyas target smollm2 demo/target
+	$(BIN)/eyas generate $(DEMO)
+	$(BIN)/eyas prepare $(DEMO)
+	$(BIN)/eyas inspect $(DEMO) --limit 1
+	$(BIN)/eyas plan $(DEMO)
+	$(BIN)/eyas capture $(DEMO)
+	$(BIN)/eyas verify demo/states
+	$(BIN)/eyas status demo/states
+
+test: setup
+	$(BIN)/python -m pytest -m 'not slow'
+
+# Heavier suites; pytest's 'nothing collected' (5) is not a failure.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layering.py
+
+clean:
+	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
