@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -282,8 +283,12 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def _uniform(prefix: npt.NDArray[np.uint64], width: int, salt: int) -> npt.NDArray[np.float32]:
     """`[T, width]` numbers in -1..1, one stream for each salt."""
-    columns = _mix(np.arange(width, dtype=np.uint64) + np.uint64(1_000_003 * (salt + 1)))
-    unit: npt.NDArray[np.float32] = (_mix(prefix[:, None] + columns[None, :]) >> np.uint64(40)).astype(np.float32)
+    unit: npt.NDArray[np.float32] = (_mix(prefix[:, None] + _columns(width, salt)) >> np.uint64(40)).astype(np.float32)
     unit *= np.float32(2.0**-23)
     unit -= np.float32(1)
     return unit
+
+
+@lru_cache(maxsize=1024)
+def _columns(width: int, salt: int) -> npt.NDArray[np.uint64]:
+    return _mix(np.arange(width, dtype=np.uint64) + np.uint64(1_000_003 * (salt + 1)))

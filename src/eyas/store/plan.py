@@ -23,7 +23,7 @@ from eyas.records import FORMAT_VERSION, TokenIds, canonical_json, digest_bytes,
 from eyas.store.files import Files, link_if_absent, raise_store_error, temporary_name
 from eyas.store.layout import Layout
 
-MAX_SHARD_SAMPLES = 16_384
+MAX_SHARD_SAMPLES = 4_096
 """Keeps headers and records small when samples are tiny."""
 
 SCHEMA = pa.schema([("sample_id", pa.binary(16)), ("num_tokens", pa.int32()), ("token_ids", pa.large_list(pa.int32()))])
