@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 
 from eyas.errors import ShardCorrupt
 from eyas.records import CaptureSpec, digest_bytes
-from eyas.store import codec
 from eyas.store import record as records
 from eyas.store.files import temporary_name
 from eyas.store.layout import Layout
@@ -159,9 +158,6 @@ def _stat_records(layout: Layout) -> dict[str, tuple[int, int]]:
 
 
 def _entry(record: ShardRecord, record_bytes: int, record_mtime_ns: int) -> ShardEntry:
-    plain = all(
-        e.codec == codec.RAW and e.rows is None and list(e.parts) == [codec.WHOLE] for e in record.fields.values()
-    )
     return ShardEntry(
         shard_id=record.shard_id,
         record_bytes=record_bytes,
@@ -173,7 +169,7 @@ def _entry(record: ShardRecord, record_bytes: int, record_mtime_ns: int) -> Shar
         rejects=tuple((r.sample_id, r.reason) for r in record.rejects),
         committed_at=record.committed_at,
         released=record.released,
-        plain=plain,
+        plain=records.is_plain(record),
     )
 
 

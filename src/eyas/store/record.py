@@ -267,6 +267,17 @@ def require_spec(record: ShardRecord, spec: CaptureSpec, path: Path) -> None:
             )
 
 
+def is_plain(record: ShardRecord) -> bool:
+    """Raw, every row, one part for each field: places follow from the token counts alone."""
+    return all(entry.codec == codec.RAW and entry.rows is None for entry in record.fields.values())
+
+
+def require_plain(record: ShardRecord, path: Path) -> None:
+    """Refuse what this version can name but not read."""
+    if not is_plain(record):
+        raise StoreError(f"{path}: stores only some rows of its samples, which this eyas cannot read", path=path)
+
+
 def _parse(body: dict[str, Any], path: Path) -> ShardRecord:
     samples = _exactly(body["samples"], "sample_id", "position", "num_tokens")
     made = _exactly(body["provenance"], "engine", "version", "settings", "host", "run_id", "committed_at")
@@ -351,6 +362,8 @@ def _check(record: ShardRecord, path: Path) -> None:
         lists += [x for part in entry.parts.values() for x in (part.offset, part.num_bytes, part.digest)]
         if any(x is not None and len(x) != n for x in lists):
             raise _corrupt(path, f"field {name} does not have one entry for each of {n} samples")
+        if entry.digest not in (None, *(part.digest for part in entry.parts.values())):
+            raise _corrupt(path, f"field {name}: the digest of a raw field's values is that of its stored bytes")
         for j in range(n if entry.rows is not None else 0):
             spans = entry.rows[j] if entry.rows is not None else ()
             edges = [e for span in spans for e in span]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -10,6 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from eyas.errors import (
     EXIT_COMPLETE,
@@ -20,14 +24,14 @@ from eyas.errors import (
     SpecMismatch,
     StoreError,
 )
-from eyas.records import SAFETENSORS_DTYPE, CaptureSpec, digest_bytes
-from eyas.store import codec, files
+from eyas.records import CaptureSpec, digest_bytes
+from eyas.store import files
 from eyas.store import record as records
 from eyas.store.layout import Layout
-from eyas.store.plan import Segment, ShardPlan
-from eyas.store.reader import pread_into
+from eyas.store.plan import Segment
+from eyas.store.reader import pread_into, require_size
 from eyas.store.record import ShardRecord
-from eyas.store.shard import payload_digest, payload_path
+from eyas.store.shard import header_json, payload_digest, payload_path
 from eyas.store.values import all_finite, first_nonfinite_row
 from eyas.store.writer import lock, read_head, remove_orphans
 
@@ -44,6 +48,8 @@ class Problem:
     path: str
     message: str
     shard_id: str = ""
+    repairable: bool = False
+    """Repair may drop the shard's record, since capture then redoes the shard."""
 
 
 @dataclass(slots=True)
@@ -69,7 +75,7 @@ class Report:
     @property
     def exit_code(self) -> int:
         """0 complete and sound, 1 damaged, 3 sound but incomplete (also after a repair)."""
-        if self.problems and not self.repaired:
+        if any(problem.shard_id not in self.repaired for problem in self.problems):
             return EXIT_FAILED
         return EXIT_INCOMPLETE if self.pending else EXIT_COMPLETE
 
@@ -89,17 +95,22 @@ def verify(
     """Check every record against the plan and its payload: sizes, header, digests, finite values, coverage.
 
     `sample_fraction` reads the values of that share of the samples (chosen by id); names, sizes, headers and coverage
-    are always checked in full. `repair` removes records of damaged shards, unplanned records and orphans, under the
-    data set's lock. `tell(shards done, shards, bytes read)` reports progress. The report also goes to `verify.json`.
+    are always checked in full. `repair` removes records of damaged shards and orphans, under the data set's lock; it
+    leaves alone what capture could not redo: a damaged plan, sound records that it lacks, records of a newer eyas.
+    `tell(shards done, shards, bytes read)` reports progress. The report also goes to `verify.json`.
     """
+    if not 0.0 <= sample_fraction <= 1.0:
+        raise ValueError(f"sample_fraction {sample_fraction} is not within 0..1")
     start = time.monotonic()
     layout = Layout(root)
     spec = read_head(layout.head)
     report = Report(root=str(root), fingerprint=spec.fingerprint, sample_fraction=sample_fraction)
     lock_fd = lock(layout.lock) if repair else None
     try:
-        planned = _plan(layout, report)
-        _check_shards(layout, spec, planned, report, sample_fraction, tell)
+        # Before the plan is read: what a running capture commits from now on may stand in a segment that is new, too.
+        shard_ids = sorted(layout.record_ids())
+        plan = _Plan(layout, report)
+        _check_shards(layout, spec, plan, shard_ids, report, tell)
         if repair:
             _repair(layout, report)
     finally:
@@ -108,7 +119,10 @@ def verify(
     report.pending = report.planned - report.committed - report.rejected
     report.seconds = round(time.monotonic() - start, 3)
     if os.access(root, os.W_OK):
-        files.replace(layout.report, report.to_json().encode())
+        try:
+            files.replace(layout.report, report.to_json().encode())
+        except OSError as error:
+            files.raise_store_error(error, layout.report, "writing the report")
     return report
 
 
@@ -122,34 +136,88 @@ class _Outcome:
     bytes_read: int = 0
 
 
-def _plan(layout: Layout, report: Report) -> dict[str, tuple[Path, ShardPlan]]:
-    """Where each planned shard is planned, and the number of planned samples."""
-    planned: dict[str, tuple[Path, ShardPlan]] = {}
-    for path in layout.segments():
-        try:
-            with Segment(path) as segment:
-                report.planned += segment.head.num_new
-                planned |= {shard.shard_id: (path, shard) for shard in segment.shards}
-        except ShardCorrupt as error:
-            report.problems.append(_problem(error, path, ""))
-    return planned
+@dataclass(frozen=True, slots=True)
+class _PlannedShard:
+    """The samples that the plan gives a shard, in order."""
+
+    sample_ids: bytes
+    """`[n * 16]`, compact: a plan may hold millions."""
+    num_tokens: npt.NDArray[np.int32]
+
+    def ids(self) -> list[str]:
+        return [self.sample_ids[i : i + 16].hex() for i in range(0, len(self.sample_ids), 16)]
+
+
+class _Plan:
+    """The plan, read in full: every token id against its sample id, every sample id against its shard's."""
+
+    def __init__(self, layout: Layout, report: Report) -> None:
+        self.shards: dict[str, _PlannedShard] = {}
+        paths = layout.segments()
+        missing = [layout.segment(i) for i in range(len(paths)) if layout.segment(i) not in paths]
+        problems = [StoreError(f"{path}: missing from the plan; restore it from a copy", path=path) for path in missing]
+        for path in paths:
+            try:
+                with Segment(path) as segment:
+                    report.planned += segment.head.num_new
+                    for shard in segment.shards:
+                        samples = segment.read(shard)
+                        self.shards[shard.shard_id] = _PlannedShard(
+                            bytes.fromhex("".join(sample_id for sample_id, _ in samples)),
+                            np.array([len(token_ids) for _, token_ids in samples], np.int32),
+                        )
+            except ShardCorrupt as error:
+                problems.append(error)
+        self.whole = not problems
+        report.problems += [_problem(error, Path(error.path), "") for error in problems]
+
+    def require_holds(self, record: ShardRecord, path: Path) -> None:
+        """The record's outcomes are those of the plan's samples, all of them, in plan order."""
+        planned = self.shards.get(record.shard_id)
+        if planned is None:
+            if not self.whole:
+                return  # whether it is planned cannot be known, and the plan's own damage is reported
+            raise StoreError(
+                f"{path}: no segment of the plan holds this shard; restore the plan from a copy, or move the record "
+                "and its payload away",
+                path=path,
+            )
+        ids = planned.ids()
+        outcomes = [*record.sample_ids, *(r.sample_id for r in record.rejects), *record.duplicates]
+        if len(outcomes) != len(ids) or set(outcomes) != set(ids):
+            raise ShardCorrupt(f"{path}: its samples are not the {len(ids)} that the plan gives this shard", path=path)
+        order = {sample_id: i for i, sample_id in enumerate(ids)}
+        for sample_id, position, num_tokens in zip(record.sample_ids, record.positions, record.num_tokens, strict=True):
+            if order[sample_id] != position or planned.num_tokens[position] != num_tokens:
+                raise ShardCorrupt(
+                    f"{path}: sample {sample_id} has another place or length than in the plan", path=path
+                )
+
+    def duplicates(self, record: ShardRecord) -> dict[int, int]:
+        """Position and token count of samples that another shard counts for; their rows may be in the payload."""
+        planned = self.shards.get(record.shard_id)
+        if planned is None or not record.duplicates:
+            return {}
+        names = set(record.duplicates)
+        return {i: int(planned.num_tokens[i]) for i, sample_id in enumerate(planned.ids()) if sample_id in names}
 
 
 def _check_shards(
     layout: Layout,
     spec: CaptureSpec,
-    planned: dict[str, tuple[Path, ShardPlan]],
+    plan: _Plan,
+    shard_ids: list[str],
     report: Report,
-    sample_fraction: float,
     tell: Callable[[int, int, int], None],
 ) -> None:
     committed: set[bytes] = set()
     rejected: set[bytes] = set()
-    shard_ids = sorted(layout.record_ids())
+    payloads = layout.payloads()
+    known = set(shard_ids)
     report.shards = len(shard_ids)
-    report.orphans = len(layout.temporaries()) + sum(len(p) for s, p in layout.payloads().items() if s not in shard_ids)
+    report.orphans = len(layout.temporaries()) + sum(len(p) for s, p in payloads.items() if s not in known)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        looks = pool.map(lambda s: _look(layout, spec, planned.get(s), s, sample_fraction), shard_ids)
+        looks = pool.map(lambda s: _look(layout, spec, plan, s, report.sample_fraction), shard_ids)
         for i, outcome in enumerate(looks):
             report.bytes_read += outcome.bytes_read
             report.samples_read += outcome.samples_read
@@ -157,6 +225,8 @@ def _check_shards(
                 report.problems.append(outcome.problem)
             elif outcome.record is not None:
                 _count(outcome.record, committed, rejected, layout, report)
+                names = {path.name for path in payloads.get(outcome.record.shard_id, [])}
+                report.orphans += len(names - {outcome.record.payload_name})
             tell(i + 1, len(shard_ids), report.bytes_read)
     report.committed = len(committed)
     report.rejected = len(rejected - committed)
@@ -175,99 +245,90 @@ def _count(record: ShardRecord, committed: set[bytes], rejected: set[bytes], lay
     report.shards_released += record.released
 
 
-def _look(
-    layout: Layout, spec: CaptureSpec, planned: tuple[Path, ShardPlan] | None, shard_id: str, sample_fraction: float
-) -> _Outcome:
+def _look(layout: Layout, spec: CaptureSpec, plan: _Plan, shard_id: str, sample_fraction: float) -> _Outcome:
     path = layout.record(shard_id)
     outcome = _Outcome()
     try:
         record = records.read(path)
         records.require_spec(record, spec, path)
-        _require_planned(record, planned, path)
+        records.require_plain(record, path)
+        plan.require_holds(record, path)
         if record.payload_digest is not None and not record.released:
-            check_payload(layout, record, sample_fraction, outcome)
+            _check_payload(layout, spec, record, plan.duplicates(record), sample_fraction, outcome)
         outcome.record = record
-    except (ShardCorrupt, ShardMissing, SpecMismatch) as error:
+    except StoreError as error:
         outcome.problem = _problem(error, path, shard_id)
     return outcome
 
 
-def _require_planned(record: ShardRecord, planned: tuple[Path, ShardPlan] | None, path: Path) -> None:
-    """The record's outcomes are those of the plan's samples, all of them, in plan order."""
-    if planned is None:
-        raise ShardCorrupt(f"{path}: no segment of the plan holds this shard; repair drops it", path=path)
-    segment_path, shard = planned
-    with Segment(segment_path) as segment:
-        ids, counts = segment.ids_of(shard)
-    order = {sample_id: i for i, sample_id in enumerate(ids)}
-    outcomes = [*record.sample_ids, *(r.sample_id for r in record.rejects), *record.duplicates]
-    if len(outcomes) != len(ids) or set(outcomes) != set(ids):
-        raise ShardCorrupt(f"{path}: its samples are not the {len(ids)} that the plan gives this shard", path=path)
-    for sample_id, position, num_tokens in zip(record.sample_ids, record.positions, record.num_tokens, strict=True):
-        if order[sample_id] != position or counts[position] != num_tokens:
-            raise ShardCorrupt(f"{path}: sample {sample_id} has another place or length than in the plan", path=path)
-
-
-def check_payload(layout: Layout, record: ShardRecord, sample_fraction: float, outcome: _Outcome) -> None:
+def _check_payload(
+    layout: Layout,
+    spec: CaptureSpec,
+    record: ShardRecord,
+    duplicates: dict[int, int],
+    sample_fraction: float,
+    outcome: _Outcome,
+) -> None:
     """Compare a payload with its record: name, size, header, then the values. Raises ShardMissing or ShardCorrupt."""
     path = payload_path(layout, record)
     hint = f"run 'eyas verify --repair {layout.root}'"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            require_size(fd, record.payload_bytes, path, layout.root)
+            header = memoryview(bytearray(min(record.header_bytes, 8 + MAX_HEADER_BYTES)))
+            pread_into(fd, header, 0)
+            _check_header(bytes(header), spec, record, duplicates, path, hint)
+            for sample in _chosen(record, sample_fraction):
+                _check_sample(fd, record, sample, path, hint, outcome)
+        finally:
+            os.close(fd)
     except FileNotFoundError:
         raise ShardMissing(f"{path}: payload is gone; {hint}", path=path) from None
-    with os.fdopen(fd, "rb", buffering=0) as payload:
-        size = os.fstat(payload.fileno()).st_size
-        if size != record.payload_bytes:
-            raise ShardCorrupt(f"{path}: {size} bytes, its record says {record.payload_bytes}; {hint}", path=path)
-        header = payload.read(min(record.header_bytes, MAX_HEADER_BYTES))
-        _check_header(header, record, path, hint)
-        for sample in _chosen(record, sample_fraction):
-            _check_sample(payload.fileno(), record, sample, path, hint, outcome)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise ShardCorrupt(f"{path}: the disk cannot read it ({error.strerror}); {hint}", path=path) from None
+        files.raise_store_error(error, path, "reading a payload")
 
 
-def _check_header(header: bytes, record: ShardRecord, path: Path, hint: str) -> None:
-    length = int.from_bytes(header[:8], "little")
-    if length + 8 != record.header_bytes or length > MAX_HEADER_BYTES:
-        raise ShardCorrupt(
-            f"{path}: header of {length} bytes, its record leaves {record.header_bytes - 8}; {hint}", path=path
-        )
-    try:
-        tensors = json.loads(header[8:])
-        tensors.pop("__metadata__", None)
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ShardCorrupt(f"{path}: header is not JSON ({error}); {hint}", path=path) from None
-    expected = {
-        name: {
-            "dtype": SAFETENSORS_DTYPE[dtype],
-            "shape": [rows, record.fields[_field_of(name)].width],
-            "data_offsets": [offset - record.header_bytes, offset - record.header_bytes + num_bytes],
-        }
-        for name, dtype, rows, offset, num_bytes in record.tensors()
-    }
-    omitted = {f"{record_position}." for record_position in _unnamed_positions(tensors, record)}
-    named = {k: v for k, v in tensors.items() if not any(k.startswith(p) for p in omitted)}
-    if named != expected:
-        raise ShardCorrupt(f"{path}: header names other tensors than its record; {hint}", path=path)
-    part_digests = [
+def _check_header(
+    header: bytes, spec: CaptureSpec, record: ShardRecord, duplicates: dict[int, int], path: Path, hint: str
+) -> None:
+    """The header is byte for byte the one that follows from the record, and so are the places of the samples."""
+    stored = dict(zip(record.positions, record.num_tokens, strict=True))
+    if record.duplicates:
+        # Rows of samples that another shard counts for are there after a merge, and are not after a repair of one.
+        stored |= {i: num_tokens for i, num_tokens in duplicates.items() if _names_position(header, i, spec)}
+    length = record.header_bytes - 8
+    expected = length.to_bytes(8, "little") + header_json(record.shard_id, spec, sorted(stored.items())).ljust(length)
+    if header != expected:
+        raise ShardCorrupt(f"{path}: header is not the one that follows from its record; {hint}", path=path)
+    first = next(iter(record.fields.values())).parts.values()
+    offsets = dict(zip(record.positions, next(iter(first)).offset, strict=True))
+    at = record.header_bytes
+    for position, num_tokens in sorted(stored.items()):
+        if offsets.get(position, at) != at:
+            raise ShardCorrupt(
+                f"{path}: its record puts sample {position} elsewhere than its header; {hint}", path=path
+            )
+        at += num_tokens * spec.bytes_per_token
+    if at != record.payload_bytes:
+        raise ShardCorrupt(f"{path}: {record.payload_bytes} bytes, but its tensors end at {at}; {hint}", path=path)
+    if not record.duplicates and payload_digest(header, _part_digests(record)) != record.payload_digest:
+        raise ShardCorrupt(f"{path}: header or digests differ from the digest in its name; {hint}", path=path)
+
+
+def _names_position(header: bytes, position: int, spec: CaptureSpec) -> bool:
+    return f'"{position}.{spec.fields[0]}":'.encode() in header
+
+
+def _part_digests(record: ShardRecord) -> list[bytes]:
+    return [
         bytes.fromhex(part.digest[j])
         for j in range(len(record.sample_ids))
         for entry in record.fields.values()
         for part in entry.parts.values()
     ]
-    if not record.duplicates and payload_digest(header, part_digests) != record.payload_digest:
-        raise ShardCorrupt(f"{path}: header or digests differ from the digest in its name; {hint}", path=path)
-
-
-def _field_of(tensor: str) -> str:
-    return tensor.split(".", 1)[1]
-
-
-def _unnamed_positions(tensors: dict[str, Any], record: ShardRecord) -> set[str]:
-    """Positions in the header of samples that another shard counts for (after a merge)."""
-    if not record.duplicates:
-        return set()
-    return {name.split(".", 1)[0] for name in tensors} - {str(p) for p in record.positions}
 
 
 def _chosen(record: ShardRecord, fraction: float) -> Iterator[int]:
@@ -280,7 +341,6 @@ def _chosen(record: ShardRecord, fraction: float) -> Iterator[int]:
 def _check_sample(fd: int, record: ShardRecord, j: int, path: Path, hint: str, outcome: _Outcome) -> None:
     sample_id = record.sample_ids[j]
     for name, entry in record.fields.items():
-        codec.require(entry.codec, path)
         for part in entry.parts.values():
             data = memoryview(bytearray(part.num_bytes[j]))
             outcome.bytes_read += pread_into(fd, data, part.offset[j])
@@ -296,17 +356,14 @@ def _check_sample(fd: int, record: ShardRecord, j: int, path: Path, hint: str, o
 
 def _repair(layout: Layout, report: Report) -> None:
     system = files.Files()
-    for problem in report.problems:
-        if problem.shard_id:
-            layout.record(problem.shard_id).unlink(missing_ok=True)
-            report.repaired.append(problem.shard_id)
-    unrepaired = [p for p in report.problems if not p.shard_id]
-    if unrepaired:
-        report.repaired.clear()
+    for shard_id in dict.fromkeys(problem.shard_id for problem in report.problems if problem.repairable):
+        layout.record(shard_id).unlink(missing_ok=True)
+        report.repaired.append(shard_id)
     system.sync_directory(layout.records)
     remove_orphans(system, layout)
     layout.manifest.unlink(missing_ok=True)
 
 
 def _problem(error: StoreError, path: Path, shard_id: str) -> Problem:
-    return Problem(type(error).__name__, error.path or str(path), str(error), shard_id)
+    repairable = bool(shard_id) and isinstance(error, (ShardCorrupt, ShardMissing, SpecMismatch))
+    return Problem(type(error).__name__, error.path or str(path), str(error), shard_id, repairable)
