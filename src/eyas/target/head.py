@@ -87,7 +87,9 @@ class TargetHead:
         best_id = torch.zeros(num_rows, dtype=torch.int64)
         with torch.inference_mode(), safe_open(self._rows.file, framework="pt") as f:
             if norm == "pre":
-                states = torch.cat([self._norm(part) for part in torch.split(states, ROW_CHUNK)]) if num_rows else states
+                states = (
+                    torch.cat([self._norm(part) for part in torch.split(states, ROW_CHUNK)]) if num_rows else states
+                )
             stored = f.get_slice(self._rows_name)
             chunk = max(1, WEIGHT_CHUNK_BYTES // (4 * self.hidden_size))
             for start in range(0, self.vocab_size, chunk):
