@@ -151,8 +151,7 @@ def test_death_at_any_call_resumes_to_the_same_bytes(world: World, mode: Mode) -
         shutil.rmtree(out)
         if not died:
             break
-    # Three payloads of at least eight calls, four records, a head and a plan of seven each.
-    assert at > 3 * 8 + 4 * 7 + 2 * 7
+    assert at > 50, "the system calls do not pass through Files any more"
 
 
 @pytest.mark.parametrize("mode", ["after", "both_lost"])

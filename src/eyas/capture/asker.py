@@ -55,7 +55,7 @@ class Asker:
                             failure = error
                             continue
                         num_answers += 1
-                        self.remember(request)
+                        self.remember(dataclasses.replace(request, attempt=attempt))
                         yield outcome
             if not left or (num_answers and attempt > 1):
                 break
@@ -67,7 +67,7 @@ class Asker:
     def remember(self, request: CaptureRequest) -> None:
         """Keep a sample that was answered rightly, if it is cheaper to ask for than the one kept so far."""
         if self.known_good is None or len(request.token_ids) < len(self.known_good.token_ids):
-            self.known_good = dataclasses.replace(request, attempt=1, with_reference=False)
+            self.known_good = dataclasses.replace(request, with_reference=False)
 
     def engine_lives(self) -> bool:
         """Whether the engine still answers a sample that it has answered before."""

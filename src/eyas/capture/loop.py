@@ -118,7 +118,7 @@ class Loop:
         self._burst = self._restarts = 0
         self._counts.answered_samples += 1
         self._counts.answered_tokens += slot.num_tokens
-        self._asker.remember(CaptureRequest(slot.sample_id, slot.token_ids))
+        self._asker.remember(CaptureRequest(slot.sample_id, slot.token_ids, slot.attempt))
         self._sink.put(Done(slot, outcome.fields))
 
     def _settle_unsent(self) -> None:

@@ -257,6 +257,7 @@ class _Run:
             for segment in self._segments
             if segment.head.attempt
         ]
+        taken = self._committed_elsewhere()
         sequence = 0
         for plan in self.pending:
             self._require_room_for(plan)
@@ -269,9 +270,20 @@ class _Run:
                 # A shard that is captured once more, after a repair, leaves to a later retry what that one has tried.
                 if any(number > plan.segment and sample_id in later for number, later in tried_again):
                     unsent = DUPLICATE
+                if taken is not None:
+                    # Shards of merged data sets overlap: the first to be committed has the sample.
+                    unsent = DUPLICATE if sample_id in taken else unsent
+                    taken.add(sample_id)
                 num_bytes = 0 if unsent else len(ids) * spec.bytes_per_token
                 yield Slot(sequence, shard, sample_id, ids, num_bytes, checked, unsent=unsent)
                 sequence += 1
+
+    def _committed_elsewhere(self) -> set[str] | None:
+        """Samples that need no capture though a pending shard plans them; None where shards cannot overlap."""
+        if not any(segment.head.kind == "merge" for segment in self._segments):
+            return None
+        ids = manifest.load(self._writer.layout, self._writer.spec).ids
+        return {bytes(sample_id).hex() for sample_id in ids}
 
     def _require_room_for(self, plan: ShardPlan) -> None:
         root = self._writer.layout.root

@@ -121,11 +121,11 @@ def link_if_absent(files: Files, temporary: Path, path: Path) -> bool:
     """Move a finished temporary file to `path` unless that name exists; says whether it was free."""
     try:
         files.link(temporary, path)
-        won = True
     except FileExistsError:
-        won = False
-    files.unlink(temporary)
-    return won
+        return False
+    finally:
+        files.unlink(temporary)
+    return True
 
 
 def replace(path: Path, data: bytes, *, durable: bool = False) -> None:
