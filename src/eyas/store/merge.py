@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,10 +37,10 @@ def merge(root: Path, sources: Sequence[Path]) -> MergeReceipt:
     Raises SpecMismatch when fingerprints differ, ConfigError when `root` exists with contents, StoreError when a source
     is unfinished, being written, or on another file system (a hard link cannot cross it).
     """
-    if not sources:
-        raise ConfigError("merge needs at least one data set")
+    if len({source.resolve() for source in sources}) != len(sources) or not sources:
+        raise ConfigError("merge needs at least one data set, and each only once")
     if root.exists() and any(root.iterdir()):
-        raise ConfigError(f"{root}: exists and is not empty; merge makes a new data set")
+        raise ConfigError(f"{root}: exists and is not empty (left by another merge?); merge makes a new data set")
     specs = [read_head(Layout(source).head) for source in sources]
     for source, spec in zip(sources, specs, strict=True):
         if spec != specs[0]:
@@ -51,7 +51,7 @@ def merge(root: Path, sources: Sequence[Path]) -> MergeReceipt:
     locks = [lock(Layout(source).lock) for source in sources]
     try:
         with DataSetWriter(root, specs[0]) as out:
-            merger = _Merger(out)
+            merger = _Merger(out, _committed(sources))
             for source in sources:
                 merger.add(Layout(source))
             return merger.receipt(root, sources)
@@ -60,11 +60,17 @@ def merge(root: Path, sources: Sequence[Path]) -> MergeReceipt:
             os.close(fd)
 
 
+def _committed(sources: Sequence[Path]) -> frozenset[str]:
+    """Every sample that some source has captured: where another one rejected it, that reject counts no more."""
+    paths = [layout.record(s) for layout in map(Layout, sources) for s in sorted(layout.record_ids())]
+    return frozenset(sample_id for path in paths for sample_id in records.read(path).sample_ids)
+
+
 class _Merger:
     """Adds one source after the other; remembers which samples are planned and committed."""
 
-    def __init__(self, out: DataSetWriter) -> None:
-        self._out = out
+    def __init__(self, out: DataSetWriter, captured: frozenset[str]) -> None:
+        self._out, self._captured = out, captured
         self._planned: set[str] = set()
         self._committed: set[str] = set()
         self._shards: set[str] = set()
@@ -103,8 +109,9 @@ class _Merger:
         path = source.record(shard.shard_id)
         record = records.read(path)
         records.require_spec(record, self._out.spec, path)
-        record = without(record, self._committed)
-        self._duplicates += len(record.duplicates)
+        before = len(record.sample_ids)
+        record = without(record, self._committed, self._captured)
+        self._duplicates += before - len(record.sample_ids)
         if record.payload_digest is not None and not record.released:
             payload = payload_path(source, record)
             try:
@@ -126,8 +133,18 @@ class _Merger:
         )
 
 
-def without(record: ShardRecord, taken: set[str]) -> ShardRecord:
-    """The record with samples of `taken` moved to `duplicates`: the payload is untouched, its rows no longer named."""
+def without(record: ShardRecord, taken: Set[str], captured_elsewhere: Set[str] = frozenset()) -> ShardRecord:
+    """The record with samples of `taken`, and rejects of `captured_elsewhere`, moved to `duplicates`.
+
+    The payload is untouched, rows of those samples are no longer named.
+    """
+    moved = tuple(r.sample_id for r in record.rejects if r.sample_id in captured_elsewhere)
+    if moved:
+        record = dataclasses.replace(
+            record,
+            rejects=tuple(r for r in record.rejects if r.sample_id not in captured_elsewhere),
+            duplicates=(*record.duplicates, *moved),
+        )
     keep = [j for j, sample_id in enumerate(record.sample_ids) if sample_id not in taken]
     if len(keep) == len(record.sample_ids):
         return record

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eyas.errors import ShardCorrupt, StoreError
@@ -31,7 +32,10 @@ _HEAD = b"eyas.segment"
 _SHARDS = b"eyas.shards"
 _FORMAT = b"eyas.format"
 _DIGEST = b"eyas.digest"
-_BROKEN = (pa.ArrowException, OSError, LookupError, TypeError, ValueError, OverflowError, RecursionError, MemoryError)
+_BROKEN = (
+    pa.ArrowException, OSError, LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError,
+    MemoryError,
+)  # fmt: skip
 """What a damaged Parquet file may raise."""
 
 
@@ -119,7 +123,9 @@ class Segment:
         table = self._rows(shard, ["sample_id", "num_tokens", "token_ids"])
         ids = self._ids(table, shard)
         lists = table["token_ids"].combine_chunks()
-        values = lists.values.to_numpy(zero_copy_only=False)
+        if lists.values.null_count:
+            raise ShardCorrupt(f"{self.path}: a token id of shard {shard.shard_id} is missing", path=self.path)
+        values = lists.values.to_numpy()
         offsets = lists.offsets.to_numpy()
         samples = [
             (sample_id, np.array(values[a:b], dtype=np.int32))
@@ -154,7 +160,8 @@ class Segment:
 
     def _ids(self, table: pa.Table, shard: ShardPlan) -> list[str]:
         ids = [value.hex() for value in table["sample_id"].to_pylist()]
-        if shard_id_of(ids, self.head.attempt) != shard.shard_id or len(ids) != shard.num_samples:
+        counts = len(ids), pc.sum(table["num_tokens"]).as_py()
+        if shard_id_of(ids, self.head.attempt) != shard.shard_id or counts != (shard.num_samples, shard.num_tokens):
             raise ShardCorrupt(f"{self.path}: samples of shard {shard.shard_id} are not those planned", path=self.path)
         return ids
 

@@ -286,6 +286,8 @@ def _parse(body: dict[str, Any], path: Path) -> ShardRecord:
         _exactly(payload, "name", "bytes", "header_bytes", "digest")
     rejects = [_exactly(r, "sample_id", "reason", "detail") for r in body["rejects"]]
     field_order = _strings(body["field_order"])
+    if len(set(field_order)) != len(field_order):
+        raise ValueError("names a field twice")
     fields = _exactly(body["fields"], *field_order)
     record = ShardRecord(
         shard_id=_digest(body["shard_id"]),
