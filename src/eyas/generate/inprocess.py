@@ -1,0 +1,382 @@
+"""`generate`: the target answers every prompt in this process, and what it wrote is kept token by token.
+
+Answers come in batches of similar length. Conversations of several turns go first, since each of their turns has to
+wait for the one before. Every conversation is appended to the output when its last turn is there; a kill costs the
+conversations in progress and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eyas.config import EngineConfig, GenerateConfig, TargetConfig
+from eyas.errors import ConfigError, DataError
+from eyas.generate.answers import AnswerFiles, Tally, rejects_path
+from eyas.generate.dialogue import Dialogue, Limits
+from eyas.generate.prompts import Prompt, PromptReject, Prompts, read_prompts, sampling_of
+from eyas.log import Progress, human_time
+from eyas.records import digest_bytes
+from eyas.target.files import TargetFiles, check_remote_code, open_target, target_digest
+
+if TYPE_CHECKING:
+    from eyas.generate.answerer import Answerer
+
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""What decides how a conversation becomes token ids and where an answer ends."""
+
+PROMPT_TOKENS_PER_ROW = 1024
+"""`generate.batch_size` is meant for prompts up to this length; longer ones get smaller batches."""
+PREFILL_COST = 0.3
+"""What a prompt token costs in time, against a written one: only the ETA depends on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateReceipt:
+    """What became of every row of the prompts file: `planned = answered + rejected`, all runs together."""
+
+    out: Path
+    rejects: Path
+    planned: int
+    answered: int
+    rejected: Mapping[str, int]
+    """By reason."""
+    ended_early: Mapping[str, int]
+    """Answered conversations that stop before their last turn, by reason."""
+    finish_reasons: Mapping[str, int]
+    """Answers by how they ended: `stop`, or `length` when `max_new_tokens` cut them."""
+    generated_tokens: int
+    new_conversations: int
+    """Answered by this run; the rest was there before."""
+    new_tokens: int
+    """Written by this run."""
+    not_planned: int
+    """Rows in the output whose prompt is no longer in the prompts file."""
+    wall_s: float
+    device: str
+    """Empty, like `dtype`, when nothing was left to do."""
+    dtype: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.new_tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+    def lines(self) -> list[str]:
+        """The receipt as people read it."""
+        num_rejected = sum(self.rejected.values())
+        lines = [
+            f"planned {self.planned} = answered {self.answered} + rejected {num_rejected}{_by_reason(self.rejected)}",
+            f"answers: {sum(self.finish_reasons.values())}{_by_reason(self.finish_reasons)}, "
+            f"{self.generated_tokens} tokens written by the target",
+        ]
+        if self.ended_early:
+            lines.append(
+                f"ended before their last turn: {sum(self.ended_early.values())}{_by_reason(self.ended_early)}"
+            )
+        if self.not_planned:
+            lines.append(f"rows in {self.out} whose prompt is no longer in the prompts file: {self.not_planned}")
+        if self.dtype:
+            lines.append(
+                f"this run: {self.new_conversations} conversations, {self.new_tokens} tokens in "
+                f"{human_time(self.wall_s)}, {self.tokens_per_s:.0f} tokens/s on {self.device} in {self.dtype}"
+            )
+        else:
+            lines.append("this run: nothing left to do")
+        lines.append(f"conversations in {self.out}" + (f", rejects in {self.rejects}" if num_rejected else ""))
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """The receipt as machines read it."""
+        return {
+            "out": str(self.out),
+            "rejects": str(self.rejects),
+            "planned": self.planned,
+            "answered": self.answered,
+            "rejected": dict(self.rejected),
+            "ended_early": dict(self.ended_early),
+            "finish_reasons": dict(self.finish_reasons),
+            "generated_tokens": self.generated_tokens,
+            "new_conversations": self.new_conversations,
+            "new_tokens": self.new_tokens,
+            "not_planned": self.not_planned,
+            "wall_s": round(self.wall_s, 3),
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "device": self.device,
+            "dtype": self.dtype,
+        }
+
+
+def generate(
+    generate: GenerateConfig, target: TargetConfig, engine: EngineConfig, progress: Progress
+) -> GenerateReceipt:
+    """The target answers every prompt of `generate.prompts`; answered conversations are appended to `generate.out`.
+
+    Resumes by content: what either output file holds is not done again, and a complete run loads no model. Raises
+    ConfigError or DataError for bad settings, for prompts that cannot be read, for a target that does not load, and for
+    an output made with other settings; DataError when not one prompt has an answer; DataSetLocked when another process
+    writes the same output.
+    """
+    start = time.monotonic()
+    prompts_path, out = _paths(generate)
+    if target.path is None:
+        raise ConfigError("target.path is not set: which model answers?")
+    progress.show(f"generate: reading {prompts_path}", force=True)
+    files = open_target(target.path)
+    check_remote_code(files, trust_remote_code=target.trust_remote_code)
+    sampling, identity = sampling_of(generate), _identity(files)
+    prompts = read_prompts(prompts_path, sampling=sampling, target=identity)
+    with AnswerFiles(out, {"sampling": sampling, "target": identity}) as answers:
+        _check_overlap(answers.tally, prompts, out, prompts_path)
+        done_before = len(answers.tally.answered)
+        tokens_before = answers.tally.generated_tokens
+        for reject in prompts.rejects:
+            if reject.row_id not in answers.tally.done:
+                answers.append_reject(_reject_row(reject))
+        answers.sync()
+        waiting = [prompt for prompt in prompts.answerable if prompt.row_id not in answers.tally.done]
+        device = dtype = ""
+        if waiting:
+            progress.show(f"generate: {len(waiting)} prompts to answer, loading target {target.path}", force=True)
+            from eyas.generate.answerer import Answerer  # imports torch: seconds, so after the first line
+
+            answerer = Answerer(files, target, engine)
+            device, dtype = str(answerer.device), answerer.dtype
+            run = _Run(generate, answerer, answers, progress, prompts.num_rows, target_name=files.path.name)
+            run.answer_all(waiting)
+        tally = answers.tally
+        receipt = GenerateReceipt(
+            out=out,
+            rejects=rejects_path(out),
+            planned=prompts.num_rows,
+            answered=len(tally.answered & prompts.row_ids),
+            rejected=Counter(reason for row_id, reason in tally.rejected.items() if row_id in prompts.row_ids),
+            ended_early=tally.ended,
+            finish_reasons=tally.finish_reasons,
+            generated_tokens=tally.generated_tokens,
+            new_conversations=len(tally.answered) - done_before,
+            new_tokens=tally.generated_tokens - tokens_before,
+            not_planned=len(tally.answered - prompts.row_ids),
+            wall_s=time.monotonic() - start,
+            device=device,
+            dtype=dtype,
+        )
+    _check(receipt, prompts, prompts_path)
+    return receipt
+
+
+def next_batch(waiting: Sequence[Dialogue], *, batch_size: int) -> tuple[list[Dialogue], list[Dialogue]]:
+    """The next dialogues to answer together, and the others.
+
+    Who has most turns left comes first, since its turns have to wait for one another; then the shortest. Rows that
+    would make the others pay for padding are left for a later batch.
+    """
+    batch: list[Dialogue] = []
+    others: list[Dialogue] = []
+    shortest = longest = 0
+    for dialogue in sorted(waiting, key=lambda d: (-d.num_turns_left, len(d.token_ids))):
+        num_tokens = len(dialogue.token_ids)
+        low, high = (min(shortest, num_tokens), max(longest, num_tokens)) if batch else (num_tokens, num_tokens)
+        fits = high <= 2 * low + 64 and (len(batch) + 1) * high <= batch_size * PROMPT_TOKENS_PER_ROW
+        if len(batch) < batch_size and (fits or not batch):
+            batch.append(dialogue)
+            shortest, longest = low, high
+        else:
+            others.append(dialogue)
+    return batch, others
+
+
+class _Run:
+    """The loop over batches, and what it shows."""
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        answerer: Answerer,
+        answers: AnswerFiles,
+        progress: Progress,
+        num_planned: int,
+        *,
+        target_name: str,
+    ) -> None:
+        self._config = config
+        self._answerer = answerer
+        self._answers = answers
+        self._progress = progress
+        self._num_planned = num_planned
+        self._target_name = target_name
+        self._limits = Limits(config.max_new_tokens, answerer.max_tokens)
+        self._start = time.monotonic()
+        self._written = 0  # tokens, of finished batches
+        self._cost_done = 0.0  # in written tokens' worth of time, of finished batches
+        self._cost_left = 0.0  # of everything else, the present batch included
+
+    def answer_all(self, prompts: Sequence[Prompt]) -> None:
+        waiting = self._open(prompts)
+        self._start = time.monotonic()
+        number = 0
+        while waiting:
+            number += 1
+            self._cost_left = sum(map(self._cost, waiting))
+            batch, waiting = next_batch(waiting, batch_size=self._config.batch_size)
+            self._answer_batch(batch, number)
+            waiting += self._file(batch)
+
+    def _open(self, prompts: Sequence[Prompt]) -> list[Dialogue]:
+        """Render and encode every prompt; those that cannot be put to the target are rejected here."""
+        dialogues = []
+        for i, prompt in enumerate(prompts):
+            dialogues.append(Dialogue(prompt, self._answerer.chat, self._limits))
+            self._progress.show(f"generate: {i + 1}/{len(prompts)} prompts encoded")
+        return self._file(dialogues)
+
+    def _answer_batch(self, batch: Sequence[Dialogue], number: int) -> None:
+        width = max(len(dialogue.token_ids) for dialogue in batch)
+        what = f"batch {number}: {len(batch)} answers"
+        prefill_cost = sum(PREFILL_COST * len(dialogue.token_ids) for dialogue in batch)
+
+        def on_step(written: int, steps: int) -> None:
+            if self._progress.due():
+                self._show(f"{what}, token {steps}/{self._config.max_new_tokens}", written, prefill_cost + written)
+
+        self._show(f"{what}, reading prompts of up to {width} tokens", 0, 0.0, force=number == 1)
+        written = self._answerer.answer(
+            [dialogue.token_ids for dialogue in batch],
+            max_new_tokens=self._config.max_new_tokens,
+            temperature=self._config.temperature,
+            seeds=[f"{d.prompt.row_id}.{len(d.finish_reasons)}" for d in batch],
+            on_step=on_step,
+        )
+        for dialogue, answer in zip(batch, written, strict=True):
+            dialogue.answer(answer)
+        self._written += sum(map(len, written))
+        self._cost_done += sum(map(self._cost_of_turn, batch))
+
+    def _file(self, dialogues: Sequence[Dialogue]) -> list[Dialogue]:
+        """Append the conversations that are finished, durably; the others are returned."""
+        for dialogue in dialogues:
+            if dialogue.done and dialogue.finish_reasons:
+                self._answers.append_answer(self._answer_row(dialogue))
+            elif dialogue.done:
+                assert dialogue.ended is not None
+                prompt = dialogue.prompt
+                reject = PromptReject(prompt.row_id, prompt.prompt_id, prompt.line, dialogue.ended, dialogue.detail)
+                self._answers.append_reject(_reject_row(reject))
+        self._answers.sync()
+        return [dialogue for dialogue in dialogues if not dialogue.done]
+
+    def _answer_row(self, dialogue: Dialogue) -> dict[str, Any]:
+        prompt = dialogue.prompt
+        row: dict[str, Any] = {
+            "row_id": prompt.row_id,
+            "id": prompt.prompt_id,
+            "source": prompt.source,
+            "tags": list(prompt.tags),
+            "messages": dialogue.messages,
+            "finish_reason": dialogue.finish_reasons,
+            "input_ids": dialogue.token_ids,
+            "loss_mask": dialogue.loss_mask,
+            "target_name": self._target_name,
+            "dtype": self._answerer.dtype,
+        }
+        if prompt.tools:
+            row["tools"] = list(prompt.tools)
+        if dialogue.ended is not None:
+            row["ended_early"] = dialogue.ended
+            row["ended_detail"] = dialogue.detail
+        return row
+
+    def _show(self, what: str, written: int, cost: float, *, force: bool = False) -> None:
+        elapsed = time.monotonic() - self._start
+        done = len(self._answers.tally.done)
+        line = f"generate: {done}/{self._num_planned} conversations, {what}"
+        if written or self._written:
+            line += f", {(self._written + written) / max(elapsed, 1e-9):.0f} tokens/s"
+        cost_done = self._cost_done + cost
+        if cost_done > 0:
+            line += f", {human_time(elapsed / cost_done * (self._cost_left - cost))} left"
+        self._progress.show(line, force=force)
+
+    def _cost_of_turn(self, dialogue: Dialogue) -> float:
+        return self._config.max_new_tokens + PREFILL_COST * len(dialogue.token_ids)
+
+    def _cost(self, dialogue: Dialogue) -> float:
+        return dialogue.num_turns_left * self._cost_of_turn(dialogue)
+
+
+def _paths(config: GenerateConfig) -> tuple[Path, Path]:
+    if config.prompts is None:
+        raise ConfigError("generate.prompts is not set: which prompts are to be answered?")
+    if config.out is None:
+        raise ConfigError("generate.out is not set: where do the answered conversations go?")
+    if config.out.absolute() == config.prompts.absolute() or (
+        config.out.exists() and config.prompts.exists() and config.out.samefile(config.prompts)
+    ):
+        raise ConfigError(f"generate.out and generate.prompts are the same file, {config.out}; choose another out")
+    if config.out.is_dir():
+        raise ConfigError(f"generate.out {config.out} is a directory; give the name of a JSONL file")
+    return config.prompts, config.out
+
+
+def _identity(files: TargetFiles) -> dict[str, str]:
+    """Which target writes: its weights, its structure, and what turns messages into token ids."""
+    parts: list[bytes] = []
+    for name in TOKENIZER_FILES:
+        file = files.path / name
+        if file.is_file():
+            data = file.read_bytes()
+            parts += [name.encode(), len(data).to_bytes(8, "little"), data]
+    return {
+        "digest": target_digest(files.path),
+        "config_digest": files.config_digest,
+        "tokenizer_digest": digest_bytes(*parts),
+    }
+
+
+def _check_overlap(tally: Tally, prompts: Prompts, out: Path, prompts_path: Path) -> None:
+    if tally.done and tally.done.isdisjoint(prompts.row_ids):
+        raise ConfigError(
+            f"{out}: holds {len(tally.done)} rows, none of them about a prompt of {prompts_path}; "
+            "choose another generate.out"
+        )
+
+
+def _check(receipt: GenerateReceipt, prompts: Prompts, prompts_path: Path) -> None:
+    """Law 1: every row of the prompts file is answered or rejected, and none is both."""
+    if receipt.planned != receipt.answered + sum(receipt.rejected.values()):
+        raise DataError("; ".join([f"{prompts_path}: rows are unaccounted for", *receipt.lines()[:1]]))
+    if not receipt.answered:
+        first = prompts.rejects[0] if prompts.rejects else None
+        example = f"; line {first.line}: {first.reason}, {first.detail}" if first else ""
+        raise DataError(
+            f"{prompts_path}: not one of {receipt.planned} prompts has an answer"
+            f"{_by_reason(receipt.rejected)}{example}; see {receipt.rejects}"
+        )
+
+
+def _reject_row(reject: PromptReject) -> dict[str, Any]:
+    return {
+        "row_id": reject.row_id,
+        "id": reject.prompt_id,
+        "line": reject.line,
+        "reason": str(reject.reason),
+        "detail": reject.detail,
+    }
+
+
+def _by_reason(counts: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{reason} {n}' for reason, n in sorted(counts.items()))})" if counts else ""

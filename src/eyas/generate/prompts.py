@@ -1,0 +1,185 @@
+"""Prompts in: conversations whose assistant turns the target is to write, each named by its content."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.config import GenerateConfig
+from eyas.errors import DataError
+from eyas.records import canonical_json, digest_bytes
+
+ROW_TAG = b"eyas.answer.1\0"
+
+NO_USER_TURN = "no_user_turn"
+STARTS_WITH_ASSISTANT = "starts_with_assistant"
+BAD_MESSAGE = "bad_message"
+DUPLICATE = "duplicate"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One conversation to be answered. The last message is always an assistant turn."""
+
+    row_id: str
+    """Digest of messages, tools, sampling and target: what was asked of whom, never where it stood in the file."""
+    prompt_id: str
+    line: int
+    """Line in the prompts file, from 1."""
+    source: str
+    tags: tuple[str, ...]
+    messages: tuple[dict[str, Any], ...]
+    """As given, but what an assistant turn said is gone: the target says it anew."""
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def num_turns(self) -> int:
+        """Assistant turns, each of which costs one answer."""
+        return sum(is_assistant(message) for message in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReject:
+    """A prompt that has no answer, and why: a row of the rejects file."""
+
+    row_id: str
+    prompt_id: str
+    line: int
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts file as planned work: each of its rows is either answerable or a reject."""
+
+    answerable: tuple[Prompt, ...]
+    rejects: tuple[PromptReject, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.answerable) + len(self.rejects)
+
+    @property
+    def row_ids(self) -> frozenset[str]:
+        return frozenset([p.row_id for p in self.answerable] + [r.row_id for r in self.rejects])
+
+
+def is_assistant(message: Mapping[str, Any]) -> bool:
+    """Whether the target writes this message."""
+    return bool(message.get("role") == "assistant")
+
+
+def sampling_of(config: GenerateConfig) -> dict[str, Any]:
+    """The settings that decide what the target writes; a greedy answer does not depend on the seed."""
+    sampling: dict[str, Any] = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
+    if config.temperature > 0:
+        sampling["seed"] = config.seed
+    return sampling
+
+
+def read_prompts(path: Path, *, sampling: Mapping[str, Any], target: Mapping[str, str]) -> Prompts:
+    """Every row of a JSONL file of `{"messages": [{"role", "content"}, …]}`, with `id`, `tags`, `source`, `tools`.
+
+    An assistant message marks a turn that the target writes; its content, if any, is not used. A last turn is added
+    where none is asked for. DataError, one line that names file and line, when the file cannot be read, is empty, or
+    holds something else than such rows. A row without a turn to answer is a reject.
+    """
+    settings = canonical_json([dict(sampling), dict(target)])
+    seen: Counter[str] = Counter()
+    answerable: list[Prompt] = []
+    rejects: list[PromptReject] = []
+    for line, row in _rows(path):
+        given = row["messages"]
+        messages = tuple({"role": "assistant"} if is_assistant(m) else dict(m) for m in given)
+        tools = tuple(row.get("tools") or ())
+        row_id = digest_bytes(ROW_TAG, canonical_json([messages, tools]), settings)
+        seen[row_id] += 1
+        if seen[row_id] > 1:
+            # The repetition gets a name of its own, so that its reject is a row like any other.
+            repeated = digest_bytes(ROW_TAG, row_id.encode(), str(seen[row_id]).encode())
+            detail = "same messages as an earlier row"
+            rejects.append(PromptReject(repeated, _label(row, repeated), line, DUPLICATE, detail))
+            continue
+        prompt_id = _label(row, row_id)
+        if problem := _problem(messages):
+            rejects.append(PromptReject(row_id, prompt_id, line, *problem))
+            continue
+        if not is_assistant(messages[-1]):
+            messages = (*messages, {"role": "assistant"})
+        tags = row.get("tags") or ()
+        answerable.append(
+            Prompt(
+                row_id=row_id,
+                prompt_id=prompt_id,
+                line=line,
+                source=str(row.get("source") or path.stem),
+                tags=(tags,) if isinstance(tags, str) else tuple(str(tag) for tag in tags),
+                messages=messages,
+                tools=tools,
+            )
+        )
+    return Prompts(tuple(answerable), tuple(rejects))
+
+
+def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; check generate.prompts") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}; check generate.prompts") from None
+    rows = [(number, _row(path, number, line)) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not rows:
+        raise DataError(f"{path}: empty file; generate.prompts needs one JSON object with 'messages' per line")
+    return rows
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    where = f"{path}:{number}"
+    try:
+        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: invalid UTF-8 at byte {error.start} of the line") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: broken JSON: {error.msg} at character {error.pos}") from None
+    except (ValueError, RecursionError) as error:
+        # A number with thousands of digits, or brackets without end.
+        raise DataError(f"{where}: broken JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: not a JSON object; each line is an object with 'messages'")
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise DataError(f"{where}: 'messages' must be a list of {{role, content}} objects, not empty")
+    for key in ("tags", "tools"):
+        if not isinstance(row.get(key), (list, str, type(None))) or (key == "tools" and isinstance(row.get(key), str)):
+            raise DataError(f"{where}: '{key}' must be a list")
+    try:
+        canonical_json(row)
+    except UnicodeEncodeError:
+        raise DataError(f"{where}: half of a surrogate pair (an escape like \\ud83d alone) is no text") from None
+    return row
+
+
+def _problem(messages: tuple[dict[str, Any], ...]) -> tuple[str, str] | None:
+    roles = [m.get("role") for m in messages]
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message.get("role"), str):
+            return BAD_MESSAGE, f"message {number} has no role"
+        content = message.get("content")
+        if not is_assistant(message) and (content is None or (message["role"] == "user" and not content)):
+            return BAD_MESSAGE, f"message {number} ({message['role']}) has no content"
+    if "user" not in roles:
+        return NO_USER_TURN, f"roles: {', '.join(map(str, roles))[:100]}"
+    if "assistant" in roles and roles.index("assistant") < roles.index("user"):
+        return STARTS_WITH_ASSISTANT, "the first assistant turn comes before anything was asked"
+    return None
+
+
+def _label(row: Mapping[str, Any], fallback: str) -> str:
+    label = row.get("id")
+    return fallback if label is None or label == "" else str(label)
