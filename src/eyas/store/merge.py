@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +41,7 @@ def merge(root: Path, sources: Sequence[Path]) -> MergeReceipt:
     """
     if len({source.resolve() for source in sources}) != len(sources) or not sources:
         raise ConfigError("merge needs at least one data set, and each only once")
-    if root.exists() and any(root.iterdir()):
+    if root.exists() and not (root.is_dir() and not any(root.iterdir())):
         raise ConfigError(f"{root}: exists and is not empty (left by another merge?); merge makes a new data set")
     specs = [read_head(Layout(source).head) for source in sources]
     for source, spec in zip(sources, specs, strict=True):
@@ -48,34 +50,42 @@ def merge(root: Path, sources: Sequence[Path]) -> MergeReceipt:
                 f"{source}: made under another spec than {sources[0]} ({'; '.join(specs[0].differences(spec))})",
                 path=source,
             )
-    locks = [lock(Layout(source).lock) for source in sources]
-    try:
-        with DataSetWriter(root, specs[0]) as out:
-            merger = _Merger(out, _committed(sources))
-            for source in sources:
-                merger.add(Layout(source))
-            return merger.receipt(root, sources)
-    finally:
-        for fd in locks:
-            os.close(fd)
-
-
-def _committed(sources: Sequence[Path]) -> frozenset[str]:
-    """Every sample that some source has captured: where another one rejected it, that reject counts no more."""
-    paths = [layout.record(s) for layout in map(Layout, sources) for s in sorted(layout.record_ids())]
-    return frozenset(sample_id for path in paths for sample_id in records.read(path).sample_ids)
+    with ExitStack() as stack:
+        for source in sources:
+            stack.callback(os.close, lock(Layout(source).lock))
+        try:
+            with DataSetWriter(root, specs[0]) as out:
+                layouts = [Layout(source) for source in sources]
+                merger = _Merger(out, layouts)
+                for layout in layouts:
+                    merger.add(layout)
+                return merger.receipt(root, sources)
+        except BaseException:
+            # Nothing was there before, and payloads are only further names of the sources' own files.
+            shutil.rmtree(root, ignore_errors=True)
+            raise
 
 
 class _Merger:
     """Adds one source after the other; remembers which samples are planned and committed."""
 
-    def __init__(self, out: DataSetWriter, captured: frozenset[str]) -> None:
-        self._out, self._captured = out, captured
+    def __init__(self, out: DataSetWriter, sources: Sequence[Layout]) -> None:
+        self._out = out
         self._planned: set[str] = set()
         self._committed: set[str] = set()
         self._shards: set[str] = set()
         self._number = 0
         self._duplicates = 0
+        self._origin: dict[str, Layout] = {}
+        """Where each shard comes from: of several records of one shard the one that captured most, then the first."""
+        captured: dict[str, tuple[str, ...]] = {}
+        for source in sources:
+            for shard_id in sorted(source.record_ids()):
+                sample_ids = records.read(source.record(shard_id)).sample_ids
+                if shard_id not in captured or len(sample_ids) > len(captured[shard_id]):
+                    self._origin[shard_id], captured[shard_id] = source, sample_ids
+        self._captured = frozenset(sample_id for sample_ids in captured.values() for sample_id in sample_ids)
+        """Every sample that some shard has captured: where another one rejected it, that reject counts no more."""
 
     def add(self, source: Layout) -> None:
         done = source.record_ids()
@@ -94,7 +104,7 @@ class _Merger:
                 ):
                     self._number += 1
                 for shard in fresh:
-                    self._link(source, shard)
+                    self._link(self._origin[shard.shard_id], shard)
 
     def _cut(
         self, segment: Segment, shards: list[ShardPlan]
