@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,16 @@ def run(
     faults: tuple[Fault, ...] = (),
     files: Files | None = None,
     retry_rejects: bool = False,
-    engine: FakeEngine | None = None,
+    stop: threading.Event | None = None,
+    engine: Any = None,
     **settings: Any,
 ) -> Receipt:
-    """Capture with the fake engine."""
+    """Capture with the fake engine, or with one that has a `head` as it does."""
     engine = engine or FakeEngine(None, FakeSettings(faults=faults, **settings))
     progress = Progress(stream=io.StringIO())
-    return capture(cfg, table, engine, engine.head, progress=progress, files=files, retry_rejects=retry_rejects)
+    return capture(
+        cfg, table, engine, engine.head, progress=progress, files=files, retry_rejects=retry_rejects, stop=stop
+    )
 
 
 def contents(root: Path) -> dict[str, bytes]:

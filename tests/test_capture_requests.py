@@ -89,11 +89,11 @@ def test_waiting_ends_with_nothing_when_the_last_sample_is_given_back() -> None:
     requests.take(100, wait=True)
     thread, found = in_thread(lambda: requests.take(100, wait=True))
     time.sleep(0.05)
-    assert thread.is_alive() and not requests.finished
+    assert thread.is_alive() and not requests.is_finished()
     requests.settle()
     requests.release(all_slots[0])
     thread.join(5)
-    assert found == [[]] and requests.finished
+    assert found == [[]] and requests.is_finished()
 
 
 def test_retries_come_first_in_plan_order_and_keep_their_bytes() -> None:
@@ -146,9 +146,9 @@ def test_samples_that_the_engine_never_sees_are_handed_to_the_caller() -> None:
     assert [slot.sequence for slot in requests.unsent()] == [0, 1]
     assert requests.unsent() == []
     for slot in all_slots:
-        assert not requests.finished
+        assert not requests.is_finished()
         requests.release(slot)
-    assert requests.finished
+    assert requests.is_finished()
 
 
 def test_samples_that_the_engine_never_sees_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_closing_ends_all_waiting() -> None:
     time.sleep(0.02)
     requests.close()
     thread.join(5)
-    assert found == [[]] and requests.finished and requests.closed
+    assert found == [[]] and requests.is_finished() and requests.closed
     assert requests.take(100, wait=True) == []
 
 

@@ -34,7 +34,8 @@ class Asker:
         Stopped.
         """
         left = {request.sample_id: request for request in requests}
-        num_answers, failure = 0, EyasError("the engine gave no answer")
+        num_answers = 0
+        failure: EyasError = EngineUnavailable("the engine gave no answer; the same command goes on from here")
         for attempt in range(1, self._config.max_attempts + 1):
             asked = [dataclasses.replace(request, attempt=attempt) for request in left.values()]
             for batch in [asked] if attempt == 1 else [[request] for request in asked]:

@@ -40,6 +40,7 @@ class Loop:
         self._outstanding: dict[str, Slot] = {}
         self._burst = 0
         self._restarts = 0
+        self._heard_at = time.monotonic()
         self._lock = threading.Lock()
         requests.on_take = self._on_take
 
@@ -52,7 +53,7 @@ class Loop:
         stream = Stream(self._engine, self._requests)
         look_at = time.monotonic()
         try:
-            while not self._requests.finished:
+            while not self._requests.is_finished():
                 self._sink.check()
                 self._monitor.tick()
                 # Not only when nothing arrives: others' answers must not keep a lost sample's place in the queue.
@@ -65,7 +66,7 @@ class Loop:
                 except queue.Empty:
                     continue
                 if outcome is None or isinstance(outcome, EngineUnavailable):
-                    if outcome is None and (self._requests.finished or not self._open_slots()):
+                    if outcome is None and self._requests.is_finished():
                         continue
                     stream = self._restart(outcome)
                 else:
@@ -96,6 +97,7 @@ class Loop:
             self._settle(outcome)
 
     def _settle(self, outcome: Outcome) -> None:
+        self._heard_at = time.monotonic()
         slot = self._claim(outcome)
         if slot is None:
             self._counts.late_answers += 1
@@ -213,6 +215,6 @@ class Loop:
         for slot in late:
             self._requests.settle()
             self._retry(slot, f"no answer within {timeout_s(self._config, slot.num_tokens):.0f} s")
-        idle_s = now - self._requests.last_activity
+        idle_s = now - max(self._requests.last_activity, self._heard_at)
         if self._requests.waiting_retries and idle_s > 2 * timeout_s(self._config, self._requests.waiting_retries):
             raise EngineUnavailable("the engine neither answers nor takes work; the same command goes on from here")

@@ -146,8 +146,7 @@ class Requests:
     def closed(self) -> bool:
         return self._closed
 
-    @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Everything was handed out and given back."""
         with self._ready:
             return self._done()

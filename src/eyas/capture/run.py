@@ -1,4 +1,4 @@
-"""Capture: plan, then probe, then capture, then report.
+"""Capture: plan, then re-check and probe, then capture, then report.
 
 Threads: the engine's (computes and yields answers), the writer's (appends in plan order), the committer's (fsync,
 rename, record), and the caller's, which checks answers, decides about failures and shows progress. What travels between
@@ -94,8 +94,8 @@ def capture(
             run.plan(table, retry_rejects=retry_rejects)
             if run.pending:
                 run.require_space()
-                run.probe(head)
                 run.recheck()
+                run.probe(head)
                 run.capture(head)
             return run.receipt()
 

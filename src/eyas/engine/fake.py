@@ -234,7 +234,11 @@ class FakeEngine:
             del fields[name]
         elif kind == "pre_norm":
             fields[LAST] = self._block(self.hidden(ids, self.settings.num_layers))
-        return dataclasses.replace(answer, fields=fields)
+        reference = answer.reference
+        if reference is not None and kind in ("wrong_layer", "pre_norm"):
+            # An engine that is set up wrongly is so with every batch.
+            reference = dataclasses.replace(reference, alone=fields)
+        return dataclasses.replace(answer, fields=fields, reference=reference)
 
 
 class FakeHead:

@@ -89,6 +89,8 @@ class ShardWriter:
         self._digests: dict[str, list[str]] = {name: [] for name in spec.fields}
         self._temporary = temporary_name(layout.shards / shard_id)
         self._fd: int | None = None
+        self._unfinished = False
+        """Whether there is a file by the temporary name."""
 
     def append(self, fields: Mapping[str, StateBlock]) -> int:
         """Write the next planned sample's fields; returns their bytes. The caller has checked dtype and shape."""
@@ -99,6 +101,7 @@ class ShardWriter:
         try:
             if self._fd is None:
                 self._fd = self._files.create(self._temporary)
+                self._unfinished = True
             written = self._files.write(self._fd, [block.data for block in blocks], self._at)
             if self._at + written - self._written_back >= WRITEBACK_BYTES:
                 self._files.start_writeback(self._fd, self._written_back, self._at + written - self._written_back)
@@ -149,6 +152,8 @@ class ShardWriter:
         if self._fd is not None:
             fd, self._fd = self._fd, None
             self._files.close(fd)
+        if self._unfinished:
+            self._unfinished = False
             self._files.unlink(self._temporary)
 
     def _finish_payload(self) -> str:
@@ -165,6 +170,7 @@ class ShardWriter:
             fd, self._fd = self._fd, None
             self._files.close(fd)
             self._files.rename(self._temporary, final)
+            self._unfinished = False
             self._files.sync_directory(self._layout.shards)
         except OSError as error:
             with contextlib.suppress(OSError):
