@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 import numpy as np
 import torch
+import transformers
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers import StoppingCriteriaList as Criteria
 
@@ -69,19 +70,7 @@ class Answerer:
         self.device = _device(engine.device)
         dtype = _dtype(engine.dtype, config, self.device)
         self.dtype = str(dtype).removeprefix("torch.")
-        try:
-            self._model: Any = model_class(config).from_pretrained(
-                files.path,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=target.trust_remote_code,
-                local_files_only=True,
-            )
-            self._model.to(self.device).eval()
-        except torch.OutOfMemoryError:
-            raise ConfigError(f"target {files.path}: its weights do not fit the memory of {self.device}") from None
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"target {files.path}: cannot be loaded: {_first_line(error)}") from error
+        self._model = _load_model(files.path, config, dtype=dtype, device=self.device, target=target)
         end_of_turn = _end_of_turn(self._model.generation_config, tokenizer)
         if not end_of_turn:
             raise ConfigError(f"target {files.path}: names no eos token, so no answer would ever end")
@@ -184,6 +173,33 @@ def _uniform(seed: str, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.random.Generator(np.random.Philox(int(digest_bytes(seed.encode()), 16))).random(count)
 
 
+def _load_model(path: Path, config: Any, *, dtype: torch.dtype, device: torch.device, target: TargetConfig) -> Any:
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model, report = model_class(config).from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=target.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        model = model.to(device).eval()
+    except torch.OutOfMemoryError:
+        raise ConfigError(f"target {path}: its weights do not fit the memory of {device}") from None
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"target {path}: cannot be loaded: {_first_line(error)}") from error
+    finally:
+        if bars:
+            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    # What is missing gets random numbers from transformers, and answers nobody asked for.
+    wrong = sorted({str(name) for key in ("missing_keys", "mismatched_keys") for name in report.get(key) or ()})
+    if wrong:
+        raise ConfigError(f"target {path}: {len(wrong)} weights are missing or of another shape, first '{wrong[0]}'")
+    return model
+
+
 def _load_tokenizer(path: Path, target: TargetConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -235,7 +251,7 @@ def _cpu_computes_in(dtype: torch.dtype) -> bool:
 
     Asked of the CPU, not measured: on a busy machine a measurement says one thing now and another on resume.
     """
-    if not hasattr(torch.cpu, "get_capabilities"):  # before torch 2.12
+    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch does not tell
         return True
     has = torch.cpu.get_capabilities()
     return any(has.get(name) for name in CPU_FEATURES.get(dtype, ()))
