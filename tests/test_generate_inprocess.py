@@ -20,7 +20,7 @@ from eyas.config import EngineConfig, GenerateConfig, TargetConfig
 from eyas.errors import ConfigError, DataError, DataSetLocked
 from eyas.generate.answerer import Answerer
 from eyas.generate.answers import rejects_path
-from eyas.generate.inprocess import GenerateReceipt, generate
+from eyas.generate.inprocess import GenerateReceipt, generate, next_batch
 from eyas.log import Progress
 
 torch.set_num_threads(1)  # threads cost a model this small a hundredfold where other jobs hold the cores
@@ -194,6 +194,31 @@ def test_text_between_answers_is_the_templates(whole: Setting) -> None:
                 assert rendered.endswith(between)
                 assert ids[last_end - 1 : start] == tokenizer(between)["input_ids"], "the end of the turn occurs once"
             last_end = end
+
+
+class Waiting:
+    """As much of a dialogue as batching looks at."""
+
+    def __init__(self, num_tokens: int, num_turns_left: int = 1) -> None:
+        self.token_ids = [0] * num_tokens
+        self.num_turns_left = num_turns_left
+
+
+def batches(waiting: list[Waiting], *, batch_size: int, max_new_tokens: int = 10) -> list[list[int]]:
+    made = []
+    left: Any = waiting
+    while left:
+        batch, left = next_batch(left, batch_size=batch_size, max_new_tokens=max_new_tokens)
+        made.append([len(dialogue.token_ids) for dialogue in batch])
+    return made
+
+
+def test_batches_are_of_similar_length_and_conversations_with_most_turns_go_first() -> None:
+    assert batches([Waiting(n) for n in (9, 5, 7, 6, 8)], batch_size=2) == [[5, 6], [7, 8], [9]]
+    assert batches([Waiting(5), Waiting(9, 2), Waiting(50, 3)], batch_size=2) == [[50, 9], [5]]
+    assert batches([Waiting(10), Waiting(11), Waiting(400), Waiting(401)], batch_size=4) == [[10, 11], [400, 401]]
+    assert batches([Waiting(10), Waiting(11), Waiting(400)], batch_size=4, max_new_tokens=100) == [[10, 11, 400]]
+    assert batches([Waiting(3000)] * 3, batch_size=4) == [[3000], [3000], [3000]]
 
 
 def test_row_carries_how_it_was_made(whole: Setting) -> None:

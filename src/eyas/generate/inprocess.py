@@ -42,6 +42,8 @@ TOKENIZER_FILES = (
 
 PROMPT_TOKENS_PER_ROW = 1024
 """`generate.batch_size` is meant for prompts up to this length; longer ones get smaller batches."""
+PROMPT_TOKENS_PER_STEP = 32
+"""How many prompt tokens are read in the time of one step of a small batch, at least: more on a GPU."""
 PREFILL_COST = 0.3
 """What a prompt token costs in time, against a written one: only the ETA depends on it."""
 
@@ -179,22 +181,26 @@ def generate(
     return receipt
 
 
-def next_batch(waiting: Sequence[Dialogue], *, batch_size: int) -> tuple[list[Dialogue], list[Dialogue]]:
+def next_batch(
+    waiting: Sequence[Dialogue], *, batch_size: int, max_new_tokens: int
+) -> tuple[list[Dialogue], list[Dialogue]]:
     """The next dialogues to answer together, and the others.
 
-    Who has most turns left comes first, since its turns have to wait for one another; then the shortest. Rows that
-    would make the others pay for padding are left for a later batch.
+    Who has most turns left comes first, since its turns have to wait for one another; then the shortest. A row joins
+    unless padding would then cost more than a batch of its own.
     """
     batch: list[Dialogue] = []
     others: list[Dialogue] = []
-    shortest = longest = 0
+    longest = num_tokens = 0
     for dialogue in sorted(waiting, key=lambda d: (-d.num_turns_left, len(d.token_ids))):
-        num_tokens = len(dialogue.token_ids)
-        low, high = (min(shortest, num_tokens), max(longest, num_tokens)) if batch else (num_tokens, num_tokens)
-        fits = high <= 2 * low + 64 and (len(batch) + 1) * high <= batch_size * PROMPT_TOKENS_PER_ROW
+        width = max(longest, len(dialogue.token_ids))
+        padded = width * (len(batch) + 1)
+        padding = padded - num_tokens - len(dialogue.token_ids)
+        fits = padded <= batch_size * PROMPT_TOKENS_PER_ROW and padding <= max_new_tokens * PROMPT_TOKENS_PER_STEP
         if len(batch) < batch_size and (fits or not batch):
             batch.append(dialogue)
-            shortest, longest = low, high
+            longest = width
+            num_tokens += len(dialogue.token_ids)
         else:
             others.append(dialogue)
     return batch, others
@@ -232,7 +238,9 @@ class _Run:
         while waiting:
             number += 1
             self._cost_left = sum(map(self._cost, waiting))
-            batch, waiting = next_batch(waiting, batch_size=self._config.batch_size)
+            batch, waiting = next_batch(
+                waiting, batch_size=self._config.batch_size, max_new_tokens=self._config.max_new_tokens
+            )
             self._answer_batch(batch, number)
             waiting += self._file(batch)
 
@@ -274,7 +282,9 @@ class _Run:
             elif dialogue.done:
                 assert dialogue.ended is not None
                 prompt = dialogue.prompt
-                reject = PromptReject(prompt.row_id, prompt.prompt_id, prompt.line, dialogue.ended, dialogue.detail)
+                reject = PromptReject(
+                    prompt.row_id, prompt.prompt_id, prompt.line, str(dialogue.ended), dialogue.detail
+                )
                 self._answers.append_reject(_reject_row(reject))
         self._answers.sync()
         return [dialogue for dialogue in dialogues if not dialogue.done]
@@ -296,7 +306,7 @@ class _Run:
         if prompt.tools:
             row["tools"] = list(prompt.tools)
         if dialogue.ended is not None:
-            row["ended_early"] = dialogue.ended
+            row["ended_early"] = str(dialogue.ended)
             row["ended_detail"] = dialogue.detail
         return row
 
@@ -373,7 +383,7 @@ def _reject_row(reject: PromptReject) -> dict[str, Any]:
         "row_id": reject.row_id,
         "id": reject.prompt_id,
         "line": reject.line,
-        "reason": str(reject.reason),
+        "reason": reject.reason,
         "detail": reject.detail,
     }
 
