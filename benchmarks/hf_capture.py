@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path)
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"))
+    parser.add_argument("--out", type=Path, help="data set's directory, when not on the disk of --scratch")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tokens", type=int, default=12_000)
@@ -133,7 +134,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--in-flight-bytes", type=int, default=4_000_000_000)
     parser.add_argument("--shard-tokens", type=int)
-    parser.add_argument("--pinned-bytes", type=int, help="engine.extra.pinned_bytes")
+    parser.add_argument("--pinned-bytes", type=int, help="default: 1.25 times --in-flight-bytes")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     setup()
@@ -142,10 +143,10 @@ def main() -> None:
     if target is None:
         target = options.scratch / "target"
         make_target(target, options.shape)
-    extra = {} if options.pinned_bytes is None else {"pinned_bytes": options.pinned_bytes}
     engine = HfEngine(
         TargetConfig(path=target),
-        EngineConfig(dtype=options.dtype, device=options.device, batch_tokens=options.batch_tokens, extra=extra),
+        EngineConfig(dtype=options.dtype, device=options.device, batch_tokens=options.batch_tokens),
+        pinned_bytes=options.pinned_bytes or options.in_flight_bytes * 5 // 4,
     )
     info = engine.info()
     table = make_table(
@@ -154,7 +155,7 @@ def main() -> None:
     recorder = Recorder(engine)
     runs: list[dict[str, float]] = []
     for i in range(options.repeats + 1):
-        out = options.scratch / "states"
+        out = options.out or options.scratch / "states"
         shutil.rmtree(out, ignore_errors=True)
         recorder.batches.clear()
         config = CaptureConfig(
@@ -174,7 +175,7 @@ def main() -> None:
         )
         if i == 0:
             runs.clear()  # warm-up: allocator, pinned pool, page cache
-    shutil.rmtree(options.scratch / "states", ignore_errors=True)
+    shutil.rmtree(out, ignore_errors=True)
     medians = {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}
     size = receipt.payload_bytes
     print(

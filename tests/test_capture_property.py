@@ -40,6 +40,7 @@ BYTES_PER_TOKEN = 3 * 4 * 2
 class Script:
     """One story of a capture."""
 
+    table_seed: int
     lengths: list[int]
     shard_tokens: int
     quota_tokens: int
@@ -87,6 +88,16 @@ class Script:
                 return True
         return True
 
+    @property
+    def unforeseen(self) -> bool:
+        """Whether a sample may be rejected that is not bad.
+
+        With a short time-out a slow machine loses an answer; an engine that ends by itself takes the blame that a
+        sample which was alone with it gets.
+        """
+        kinds = {fault.kind for fault in self.faults}
+        return "hang" in kinds or ("crash" in kinds and self.crash_after is not None)
+
     @staticmethod
     def meets(fault: Fault, sample_id: str) -> bool:
         return int(sample_id[:8], 16) % fault.every == fault.offset % fault.every
@@ -95,19 +106,21 @@ class Script:
 faults = st.builds(
     Fault,
     kind=st.sampled_from(KINDS),
-    every=st.integers(1, 5),
-    offset=st.integers(0, 4),
+    every=st.sampled_from([2, 3, 4, 1]),
+    offset=st.integers(0, 3),
     attempts=st.sampled_from([1, FOR_EVER]),
     row=st.integers(0, 8),
 )
 scripts = st.builds(
     Script,
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    table_seed=st.integers(0, 100),
+    lengths=st.lists(st.integers(1, 12), min_size=5, max_size=14)
+    | st.lists(st.integers(1, 12), min_size=1, max_size=4),
     shard_tokens=st.integers(1, 40),
     quota_tokens=st.integers(1, 60),
     window_tokens=st.integers(1, 40),
     shuffle=st.none() | st.integers(0, 5),
-    faults=st.lists(faults, max_size=3).map(tuple),
+    faults=st.lists(faults, min_size=1, max_size=3).map(tuple) | st.just(()),
     crash_after=st.none() | st.integers(0, 10),
     max_tokens=st.sampled_from([1000, 1000, 1000, 9]),
     kills=st.lists(st.tuples(st.integers(1, 45), st.sampled_from(["before", "after", "both_lost"])), max_size=2),
@@ -199,7 +212,7 @@ def test_any_order_any_kills_any_faults(base: Path, script: Script) -> None:
 
 
 def tell(script: Script, place: Path) -> None:
-    table, out = make_table(place / "samples.parquet", script.lengths), place / "out"
+    table, out = make_table(place / "samples.parquet", script.lengths, seed=script.table_seed), place / "out"
     token_ids = {sample.sample_id: sample.token_ids for sample in table.samples()}
     cfg, clean = script.config(out), script.engine(faulty=False)
 
@@ -228,15 +241,15 @@ def tell(script: Script, place: Path) -> None:
     answerable = [s for s, ids in token_ids.items() if 1 < len(ids) <= script.max_tokens]
     if complete:
         event("complete")
+        for fault in script.faults:
+            if any(script.meets(fault, sample_id) for sample_id in token_ids):
+                event(f"met {fault.kind}")
         committed, rejected = outcomes(out)
         assert receipt.planned == receipt.committed + receipt.rejected == len(token_ids)
         assert (receipt.committed, receipt.rejected) == (len(committed), len(rejected))
         assert committed | rejected.keys() == token_ids.keys()
-        if not any(fault.kind == "hang" for fault in script.faults):
-            # With a short time-out a slow machine may lose an answer that would have been right.
-            assert rejected.keys() == expected_rejects
-        else:
-            assert rejected.keys() >= expected_rejects
+        assert rejected.keys() >= expected_rejects
+        assert script.unforeseen or rejected.keys() == expected_rejects
         require_right_states(out, token_ids, clean)
         assert payloads(out) == reference_payloads(out, place / "reference", set(rejected), clean)
         idle = script.engine()
@@ -244,10 +257,7 @@ def tell(script: Script, place: Path) -> None:
         assert idle.calls == 0 and again.data_digest == receipt.data_digest
     else:
         event("stopped")
-        assert not answerable or expected_rejects, "a run without a bad sample did not end"
-        if script.crash_after is None:
-            probed = [s for s in answerable if s not in expected_rejects]
-            assert len(probed) < len(answerable) or not answerable
+        assert script.unforeseen or not answerable or expected_rejects, "a run without a bad sample did not end"
 
     # The faults are gone: every sample but those that the engine cannot take.
     cfg = cfg.model_copy(update={"timeout_s": 60.0})

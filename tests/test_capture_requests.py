@@ -49,11 +49,23 @@ def test_a_sample_larger_than_the_tokens_asked_for_comes_by_itself() -> None:
 def test_bytes_are_reserved_before_a_request_is_handed_out_and_never_exceed_the_quota() -> None:
     all_slots = slots(3, 3, 3, 3)
     requests = Requests(iter(all_slots), quota_bytes=65)
-    assert taken(requests.take(100, wait=False)) == [0, 1]
+    assert taken(requests.take(100, wait=False)) == [0]
+    assert taken(requests.take(100, wait=False)) == [1]
+    assert taken(requests.take(100, wait=False)) == []
     assert (requests.in_flight_bytes, requests.in_flight_samples) == (60, 2)
     requests.release(all_slots[1])
     assert taken(requests.take(100, wait=False)) == [2]
     assert requests.in_flight_bytes == 60
+
+
+def test_one_take_is_a_quarter_of_the_quota_and_waits_until_a_quarter_is_free() -> None:
+    all_slots = slots(*[1] * 12)  # ten bytes each
+    requests = Requests(iter(all_slots), quota_bytes=80)
+    assert [len(requests.take(100, wait=False)) for _ in range(5)] == [2, 2, 2, 2, 0]
+    requests.release(all_slots[0])
+    assert requests.take(100, wait=False) == []
+    requests.release(all_slots[1])
+    assert taken(requests.take(100, wait=False)) == [8, 9]
 
 
 def test_slots_are_made_no_earlier_than_needed() -> None:

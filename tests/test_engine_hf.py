@@ -525,11 +525,12 @@ def test_cuda_out_of_memory_is_real_and_survived(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     _, total = torch.cuda.mem_get_info(device)
     list(found.capture(Source(requests([3]))))
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + (64 << 20)) / total, device)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + (256 << 20)) / total, device)
     try:
-        todo = [request(token_ids(n, seed=i)) for i, n in enumerate([3000] * 40)]
+        todo = [request(token_ids(n, seed=i)) for i, n in enumerate([600] * 200)]
         results = list(found.capture(Source(todo)))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-    assert all(isinstance(r, CaptureAnswer) for r in results)
-    assert len(results) == len({r.sample_id for r in results}) == 40
+    failures = [r for r in results if isinstance(r, CaptureFailure)]
+    assert not failures, f"{len(failures)} of {len(results)}: {failures[0].error}"
+    assert len(results) == len({r.sample_id for r in results}) == 200

@@ -28,7 +28,7 @@ from eyas.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INCOMPLETE, ConfigError, 
 
 if TYPE_CHECKING:
     from eyas.capture.check import Head
-    from eyas.config import Config, EngineConfig
+    from eyas.config import Config
     from eyas.engine.base import Engine
 
 app = typer.Typer(
@@ -338,21 +338,14 @@ def _engine(tree: Config) -> tuple[Engine, Head | None]:
         fake = importlib.import_module("eyas.engine.fake")
         engine = fake.FakeEngine(tree.capture.aux_layers, fake.settings_from(tree.engine.extra))
         return engine, engine.head
-    _refuse_extra(tree.engine)
     from eyas.capture.check import DeferredHead
     from eyas.engine.hf import HfEngine
     from eyas.target.head import TargetHead
 
     path, trust = _need(tree.target.path, "target.path"), tree.target.trust_remote_code
-    engine = HfEngine(tree.target, tree.engine, tree.capture.aux_layers)
+    pinned_bytes = tree.capture.in_flight_bytes * 5 // 4
+    engine = HfEngine(tree.target, tree.engine, tree.capture.aux_layers, pinned_bytes=pinned_bytes)
     return engine, DeferredHead(lambda: TargetHead.load(path, trust_remote_code=trust))
-
-
-def _refuse_extra(engine: EngineConfig) -> None:
-    if engine.extra:
-        raise ConfigError(
-            f"engine.extra: the engine '{engine.kind}' takes no extra options; remove {list(engine.extra)}"
-        )
 
 
 def _require_same_spec(out: Path, spec: Any) -> None:

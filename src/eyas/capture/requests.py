@@ -48,6 +48,7 @@ class Slot:
 
 
 TOO_LONG, DUPLICATE = "too_long", "duplicate"
+TAKES_IN_FLIGHT = 4
 UNSENT_WAITING = 1024
 """So many samples that the engine never sees may wait for the caller to settle them."""
 
@@ -160,11 +161,17 @@ class Requests:
 
     def _take_now(self, max_tokens: int) -> list[CaptureRequest]:
         taken: list[CaptureRequest] = []
-        tokens = 0
+        tokens = num_bytes = 0
         now = time.monotonic()
+        # A quarter of the quota at a time, and nothing new before a quarter is free: an engine that is handed bytes as
+        # they trickle back computes small batches, and one that takes all at once stands still while it is written.
+        share = self.quota_bytes // TAKES_IN_FLIGHT
+        fresh = self.in_flight_bytes == 0 or self.in_flight_bytes + share <= self.quota_bytes
         while not (self._closed or self._lonely):
-            slot = self._peek(now)
-            if slot is None or (taken and tokens + slot.num_tokens > max_tokens):
+            slot = self._peek(now, fresh=fresh)
+            if slot is None or (
+                taken and (tokens + slot.num_tokens > max_tokens or num_bytes + slot.num_bytes > share)
+            ):
                 break
             if slot.alone and self._unsettled:
                 break
@@ -173,11 +180,12 @@ class Requests:
             self._unsettled += 1
             slot.taken_at = now
             tokens += slot.num_tokens
+            num_bytes += slot.num_bytes
             taken.append(CaptureRequest(slot.sample_id, slot.token_ids, slot.attempt, slot.checked))
             self.on_take(slot)
         return taken
 
-    def _peek(self, now: float) -> Slot | None:
+    def _peek(self, now: float, *, fresh: bool) -> Slot | None:
         if self._retries and self._retries[0][0] <= now:
             return self._retries[0][2]
         while self._next is None and not self._exhausted and len(self._unsent) < UNSENT_WAITING:
@@ -189,7 +197,7 @@ class Requests:
                 self._unsent.append(slot)
             else:
                 self._next = slot
-        if self._next is not None and self.in_flight_bytes + self._next.num_bytes <= self.quota_bytes:
+        if fresh and self._next is not None and self.in_flight_bytes + self._next.num_bytes <= self.quota_bytes:
             return self._next
         return None
 

@@ -65,7 +65,8 @@ class Status:
             f"  samples  {self.planned:,} planned = {self.committed:,} committed + {self.rejected:,} rejected"
             f" + {self.pending:,} pending",
             f"  shards   {self.committed_shards:,} of {self.planned_shards:,} · {done:.1%} of "
-            f"{self.planned_tokens:,} tokens · {human_bytes(self.payload_bytes)} written · {human_bytes(self.free_bytes)} disk left",
+            f"{self.planned_tokens:,} tokens · {human_bytes(self.payload_bytes)} written · "
+            f"{human_bytes(self.free_bytes)} disk left",
         ]
         if self.alive:
             eta = human_time(self.eta_s) if self.eta_s is not None else "?"

@@ -48,7 +48,8 @@ WINDOW_BATCHES = 8
 REFERENCE_LOGIT_BYTES = 256 * 1024 * 1024
 """Logits of a longer reference are computed in pieces of this size."""
 PINNED_BYTES = 4 * 1024**3
-"""Default of `engine.extra.pinned_bytes`: page-locked memory for copies from the device; the rest is pageable."""
+"""Default of `pinned_bytes`: page-locked memory for copies from the device. Give it what may be in flight and a
+quarter more (ranges of a slab do not always fit): a copy without room goes to pageable memory and stalls the device."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -64,17 +65,24 @@ class HfEngine:
     """The `hf` engine; see `engine.base` for what it promises.
 
     Cheap until the first `capture`, which loads the weights. Raises ConfigError for a target, a device or layers that
-    cannot work. `engine.extra` goes to transformers' `from_pretrained`, `pinned_bytes` apart.
+    cannot work. `engine.extra` goes to transformers' `from_pretrained`, `pinned_bytes` apart, which overrides ours.
     """
 
-    def __init__(self, target: TargetConfig, engine: EngineConfig, aux_layers: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        target: TargetConfig,
+        engine: EngineConfig,
+        aux_layers: tuple[int, ...] | None = None,
+        *,
+        pinned_bytes: int = PINNED_BYTES,
+    ) -> None:
         if target.path is None:
             raise ConfigError("target.path is not set: the directory of the model whose hidden states are captured")
         self._files = open_target(target.path)
         self._trust_remote_code = target.trust_remote_code
         self._batch_tokens = engine.batch_tokens
         self._extra = dict(engine.extra)
-        self._pinned_bytes = int(self._extra.pop("pinned_bytes", PINNED_BYTES))
+        self._pinned_bytes = int(self._extra.pop("pinned_bytes", pinned_bytes))
         self._device = _device(engine.device)
         self._config = load_config(self._files, trust_remote_code=target.trust_remote_code)
         self._dtype = _dtype_name(engine.dtype, self._config, self._files.path)
