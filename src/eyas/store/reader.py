@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     import torch
 
 _OPEN_FILES = 128
+_PIECE = 1 << 20
+"""Bytes that are hashed while they are still in a core's cache, and the kernel reads on."""
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class DataSet:
         index %= len(self)
         # First the file and its size: only then is the sample's size worth memory.
         self._file(int(self._manifest.shard[index]))
-        return self.read_into(index, np.empty(self.sample_bytes(index), np.uint8).data)
+        return self.read_into(index, aligned_buffer(self.sample_bytes(index)))
 
     def read_into(self, index: int, buffer: memoryview) -> StoredSample:
         """Read one sample into the front of a writable buffer (pinned memory, say) of at least `sample_bytes(index)`.
@@ -150,19 +153,11 @@ class DataSet:
             raise ValueError(f"{kind} buffer of {buffer.nbytes} bytes for a sample of {size}")
         view = buffer.cast("B")[:size]
         file = self._file(int(self._manifest.shard[index]))
-        try:
-            got = pread_into(file.fd, view, int(self._manifest.offset[index]))
-        except OSError as error:
-            raise_store_error(error, file.path, "reading a sample")
-        if got != size:
-            raise ShardCorrupt(
-                f"{file.path}: ends {size - got} bytes early; run 'eyas verify --repair {self.layout.root}'",
-                path=file.path,
-            )
-        sample = StoredSample(self.sample_id(index), int(self._manifest.num_tokens[index]), self.spec, view)
         if self._check:
-            self._check_digests(index, sample, file.path)
-        return sample
+            self._read_checked(index, view, file)
+        else:
+            self._read(index, view, 0, file)
+        return StoredSample(self.sample_id(index), int(self._manifest.num_tokens[index]), self.spec, view)
 
     def permutation(self, *, seed: int, epoch: int = 0, position: int = 0) -> Permutation:
         """A walk over all samples in an order that follows from the sample ids and `seed` alone."""
@@ -175,14 +170,37 @@ class DataSet:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.layout.root, self._check)
 
-    def _check_digests(self, index: int, sample: StoredSample, path: Path) -> None:
+    def _read(self, index: int, view: memoryview, at: int, file: _OpenFile) -> None:
+        """Fill `view` from `at` bytes behind the start of the sample."""
+        try:
+            got = pread_into(file.fd, view, int(self._manifest.offset[index]) + at)
+        except OSError as error:
+            raise_store_error(error, file.path, "reading a sample")
+        if got != view.nbytes:
+            raise ShardCorrupt(
+                f"{file.path}: ends {view.nbytes - got} bytes early; run 'eyas verify --repair {self.layout.root}'",
+                path=file.path,
+            )
+
+    def _read_checked(self, index: int, view: memoryview, file: _OpenFile) -> None:
+        """Read piece by piece and compare each field's digest; a small sample is read in one piece."""
         expected = self._manifest.digests[index].tobytes()
+        size = view.nbytes // len(self.spec.fields)
+        done = 0
         for f, name in enumerate(self.spec.fields):
-            if xxhash.xxh3_128_digest(sample.field(name)) != expected[16 * f : 16 * f + 16]:
+            digest = xxhash.xxh3_128()
+            for start in range(f * size, (f + 1) * size, _PIECE):
+                end = min(start + _PIECE, (f + 1) * size)
+                if done < end:
+                    stop = min(done + _PIECE, view.nbytes)
+                    self._read(index, view[done:stop], done, file)
+                    done = stop
+                digest.update(view[start:end])
+            if digest.digest() != expected[16 * f : 16 * f + 16]:
                 raise ShardCorrupt(
-                    f"{path}: {name} of sample {sample.sample_id} differs from its digest; "
+                    f"{file.path}: {name} of sample {self.sample_id(index)} differs from its digest; "
                     f"run 'eyas verify --repair {self.layout.root}'",
-                    path=path,
+                    path=file.path,
                 )
 
     def _file(self, shard: int) -> _OpenFile:
@@ -215,6 +233,7 @@ class _OpenFile:
         except OSError as error:
             raise_store_error(error, path, "opening a payload")
         require_size(self.fd, num_bytes, path, root)
+        read_on(self.fd)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -226,6 +245,22 @@ class _OpenFile:
 
 def _reopen(root: Path, check: bool) -> DataSet:
     return DataSet(root, check=check)
+
+
+def aligned_buffer(num_bytes: int) -> memoryview:
+    """Writable memory that starts on a cache line, whatever the allocator does.
+
+    The kernel copies to an address of 16 modulo 64, where large numpy arrays start, at a third of the speed.
+    """
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].data
+
+
+def read_on(fd: int) -> None:
+    """Ask the kernel to read further ahead than it does by itself: samples are large, and read whole."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 def require_size(fd: int, num_bytes: int, path: Path, root: Path) -> None:

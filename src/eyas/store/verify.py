@@ -29,7 +29,7 @@ from eyas.store import files
 from eyas.store import record as records
 from eyas.store.layout import Layout
 from eyas.store.plan import Segment
-from eyas.store.reader import pread_into, require_size
+from eyas.store.reader import aligned_buffer, pread_into, read_on, require_size
 from eyas.store.record import ShardRecord
 from eyas.store.shard import header_json, payload_digest, payload_path
 from eyas.store.values import all_finite, first_nonfinite_row
@@ -276,6 +276,7 @@ def _check_payload(
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             require_size(fd, record.payload_bytes, path, layout.root)
+            read_on(fd)
             header = memoryview(bytearray(min(record.header_bytes, 8 + MAX_HEADER_BYTES)))
             pread_into(fd, header, 0)
             _check_header(bytes(header), spec, record, duplicates, path, hint)
@@ -342,7 +343,7 @@ def _check_sample(fd: int, record: ShardRecord, j: int, path: Path, hint: str, o
     sample_id = record.sample_ids[j]
     for name, entry in record.fields.items():
         for part in entry.parts.values():
-            data = memoryview(bytearray(part.num_bytes[j]))
+            data = aligned_buffer(part.num_bytes[j])
             outcome.bytes_read += pread_into(fd, data, part.offset[j])
             if digest_bytes(data) != part.digest[j]:
                 raise ShardCorrupt(f"{path}: {name} of sample {sample_id} differs from its digest; {hint}", path=path)
