@@ -256,6 +256,7 @@ class _Run:
         width = max(len(dialogue.token_ids) for dialogue in batch)
         what = f"batch {number}: {len(batch)} answers"
         prefill_cost = sum(PREFILL_COST * len(dialogue.token_ids) for dialogue in batch)
+        cost = sum(map(self._cost_of_turn, batch))
 
         def on_step(written: int, steps: int) -> None:
             if self._progress.due():
@@ -272,7 +273,7 @@ class _Run:
         for dialogue, answer in zip(batch, written, strict=True):
             dialogue.answer(answer)
         self._written += sum(map(len, written))
-        self._cost_done += sum(map(self._cost_of_turn, batch))
+        self._cost_done += cost
 
     def _file(self, dialogues: Sequence[Dialogue]) -> list[Dialogue]:
         """Append the conversations that are finished, durably; the others are returned."""
