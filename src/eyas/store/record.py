@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+import numpy as np
 
 from eyas.errors import ShardCorrupt, ShardMissing, SpecMismatch, StoreError
 from eyas.records import (
@@ -104,20 +106,6 @@ class ShardRecord:
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
-
-    def tensors(self) -> Iterator[tuple[str, str, int, int, int]]:
-        """`(name, dtype, rows, offset, bytes)` of every tensor, in file order."""
-        for j, position in enumerate(self.positions):
-            for name, entry in self.fields.items():
-                for part_name, part in entry.parts.items():
-                    rows = stored_rows(entry, j, self.num_tokens[j])
-                    tensor = codec.part_tensor(position, name, part_name)
-                    yield tensor, entry.dtype, rows, part.offset[j], part.num_bytes[j]
-
-
-def stored_rows(entry: FieldEntry, j: int, num_tokens: int) -> int:
-    """How many rows of sample `j` are stored."""
-    return num_tokens if entry.rows is None else sum(end - start for start, end in entry.rows[j])
 
 
 def to_bytes(record: ShardRecord) -> bytes:
@@ -379,20 +367,35 @@ def _check_layout(record: ShardRecord, path: Path) -> None:
 
     Where another shard counts for some samples of the payload there are gaps, but still no overlap.
     """
-    at = record.header_bytes
-    row_bytes = {name: entry.width * DTYPE_BYTES[entry.dtype] for name, entry in record.fields.items()}
-    for j, num_tokens in enumerate(record.num_tokens):
-        if record.duplicates and record.fields:
-            first = next(iter(next(iter(record.fields.values())).parts.values()))
-            at = max(at, first.offset[j])
-        for name, entry in record.fields.items():
-            expected = stored_rows(entry, j, num_tokens) * row_bytes[name]
-            for part in entry.parts.values():
-                if part.offset[j] != at or part.num_bytes[j] != expected:
-                    raise _corrupt(path, f"{name} of sample {record.sample_ids[j]} is not where its size says")
-                at += expected
+    if not record.sample_ids:
+        return
+    parts = [(name, entry, part) for name, entry in record.fields.items() for part in entry.parts.values()]
+    if not parts:
+        raise _corrupt(path, "has samples without fields")
+    # [n, parts], in file order; unsigned, since the sum of two 63-bit numbers must not overflow.
+    offset = np.array([part.offset for _, _, part in parts], np.uint64).T
+    num_bytes = np.array([part.num_bytes for _, _, part in parts], np.uint64).T
+    rows = np.array([_stored_rows(entry, record.num_tokens) for _, entry, _ in parts], np.uint64).T
+    row_bytes = np.array([entry.width * DTYPE_BYTES[entry.dtype] for _, entry, _ in parts], np.uint64)
+    end = offset + num_bytes
+    before = np.concatenate([[np.uint64(record.header_bytes)], end.ravel()[:-1]]).reshape(end.shape)
+    placed = offset == before
+    if record.duplicates:
+        placed[:, 0] = offset[:, 0] >= before[:, 0]
+    wrong = ~placed | (num_bytes % row_bytes != 0) | (num_bytes // row_bytes != rows)
+    if wrong.any():
+        j, p = np.argwhere(wrong)[0]
+        raise _corrupt(path, f"{parts[p][0]} of sample {record.sample_ids[j]} is not where its size says")
+    at = int(end[-1, -1])
     if at > record.payload_bytes or (at < record.payload_bytes and not record.duplicates):
         raise _corrupt(path, f"payload has {record.payload_bytes} bytes, its tensors end at {at}")
+
+
+def _stored_rows(entry: FieldEntry, num_tokens: tuple[int, ...]) -> list[int]:
+    """How many rows of each sample are stored."""
+    if entry.rows is None:
+        return list(num_tokens)
+    return [sum(end - start for start, end in spans) for spans in entry.rows]
 
 
 def _exactly(value: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -404,7 +407,7 @@ def _exactly(value: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _ints(values: list[Any], low: int, high: int) -> tuple[int, ...]:
-    if not all(type(v) is int for v in values):
+    if not set(map(type, values)) <= {int}:
         raise ValueError("has something else in a list of whole numbers")
     if values and not low <= min(values) <= max(values) <= high:
         raise ValueError(f"has a number outside {low}..{high}: {min(values)}..{max(values)}"[:200])
@@ -412,7 +415,7 @@ def _ints(values: list[Any], low: int, high: int) -> tuple[int, ...]:
 
 
 def _strings(values: list[Any]) -> tuple[str, ...]:
-    if not isinstance(values, list) or not all(type(v) is str for v in values):
+    if not isinstance(values, list) or not set(map(type, values)) <= {str}:
         raise ValueError("has something else where a text belongs")
     return tuple(values)
 
@@ -422,7 +425,7 @@ def _string(value: Any) -> str:
 
 
 def _digests(values: list[Any]) -> tuple[str, ...]:
-    if any(len(v) != DIGEST_HEX for v in _strings(values)) or _HEX.fullmatch("".join(values)) is None:
+    if not set(map(len, _strings(values))) <= {DIGEST_HEX} or _HEX.fullmatch("".join(values)) is None:
         raise ValueError("has a digest or id that is not 32 hex digits")
     return tuple(values)
 
