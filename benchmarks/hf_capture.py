@@ -126,7 +126,9 @@ def main() -> None:
     parser.add_argument("--target", type=Path)
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"))
-    parser.add_argument("--out", type=Path, help="data set's directory, when not on the disk of --scratch")
+    parser.add_argument(
+        "--out", type=Path, nargs="+", help="directories of the data set, one after the other; default: in --scratch"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tokens", type=int, default=12_000)
@@ -153,49 +155,44 @@ def main() -> None:
         options.scratch / "samples.parquet", options.tokens, tuple(options.lengths), min(info.spec.vocab_size, 50_000)
     )
     recorder = Recorder(engine)
-    runs: list[dict[str, float]] = []
-    for i in range(options.repeats + 1):
-        out = options.out or options.scratch / "states"
-        shutil.rmtree(out, ignore_errors=True)
-        recorder.batches.clear()
-        config = CaptureConfig(
-            out=out,
-            shard_tokens=options.shard_tokens,
-            in_flight_bytes=options.in_flight_bytes,
-            check_fraction=0.0,
-            min_free_bytes=0,
-        )
-        receipt = capture(config, table, engine, None, progress=Progress())
-        seconds = capturing_seconds(out)
-        # The probe's batch comes first; it is not part of what was timed.
-        plain = plain_seconds(engine, recorder.batches[1:])
-        tokens = receipt.captured_tokens
-        runs.append(
-            {"capture_tokens_per_s": tokens / seconds, "plain_tokens_per_s": tokens / plain, "ratio": plain / seconds}
-        )
-        if i == 0:
-            runs.clear()  # warm-up: allocator, pinned pool, page cache
-    shutil.rmtree(out, ignore_errors=True)
-    medians = {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}
-    size = receipt.payload_bytes
-    print(
-        json.dumps(
-            {
-                "target": options.shape or str(target.name),
-                "device": info.provenance.settings.get("device_name"),
-                "dtype": info.spec.dtype,
-                "tokens": receipt.tokens,
-                "samples": receipt.committed,
-                "bytes": size,
-                "shards": receipt.shards,
-                "batch_tokens": options.batch_tokens,
-                "cores": os.cpu_count(),
-                "GB_per_s": round(medians["capture_tokens_per_s"] * info.spec.bytes_per_token / 1e9, 3),
-                **medians,
-                "ratios": [round(run["ratio"], 4) for run in runs],
-            }
-        )
-    )
+    for place in options.out or [options.scratch / "states"]:
+        runs: list[dict[str, float]] = []
+        for _ in range(options.repeats + 1):
+            shutil.rmtree(place, ignore_errors=True)
+            recorder.batches.clear()
+            config = CaptureConfig(
+                out=place,
+                shard_tokens=options.shard_tokens,
+                in_flight_bytes=options.in_flight_bytes,
+                check_fraction=0.0,
+                min_free_bytes=0,
+            )
+            receipt = capture(config, table, engine, None, progress=Progress())
+            seconds = capturing_seconds(place)
+            # The probe's batch comes first; it is not part of what was timed.
+            plain = receipt.captured_tokens / plain_seconds(engine, recorder.batches[1:])
+            captured = receipt.captured_tokens / seconds
+            runs.append({"capture_tokens_per_s": captured, "plain_tokens_per_s": plain, "ratio": captured / plain})
+        del runs[0]  # warm-up: allocator, pinned pool, page cache
+        shutil.rmtree(place, ignore_errors=True)
+        medians = {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}
+        result = {
+            "target": options.shape or str(target.name),
+            "out": str(place),
+            "device": info.provenance.settings.get("device_name"),
+            "dtype": info.spec.dtype,
+            "tokens": receipt.tokens,
+            "samples": receipt.committed,
+            "bytes": receipt.payload_bytes,
+            "shards": receipt.shards,
+            "batch_tokens": options.batch_tokens,
+            "in_flight_bytes": options.in_flight_bytes,
+            "cores": os.cpu_count(),
+            "GB_per_s": round(medians["capture_tokens_per_s"] * info.spec.bytes_per_token / 1e9, 3),
+            **medians,
+            "ratios": [round(run["ratio"], 4) for run in runs],
+        }
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -110,8 +110,9 @@ def test_waiting_ends_with_nothing_when_the_last_sample_is_given_back() -> None:
 
 def test_retries_come_first_in_plan_order_and_keep_their_bytes() -> None:
     all_slots = slots(3, 3, 3, 3)
-    requests = Requests(iter(all_slots), quota_bytes=60)
-    requests.take(100, wait=False)
+    requests = Requests(iter(all_slots), quota_bytes=61)
+    while requests.take(100, wait=False):
+        pass
     now = time.monotonic() - 1
     for slot in (all_slots[1], all_slots[0]):
         slot.attempt += 1
@@ -119,7 +120,7 @@ def test_retries_come_first_in_plan_order_and_keep_their_bytes() -> None:
         requests.retry(slot, after_s=-1)
     assert requests.in_flight_bytes == 60
     requests._retries = [(now, sequence, slot) for _, sequence, slot in sorted(requests._retries, key=lambda r: r[1])]
-    again = requests.take(100, wait=False)
+    again = [*requests.take(100, wait=False), *requests.take(100, wait=False)]
     assert taken(again) == [0, 1] and [request.attempt for request in again] == [2, 2]
     assert requests.in_flight_bytes == 60
 

@@ -14,7 +14,8 @@ _CARRIER: dict[str, np.dtype[np.uint16] | np.dtype[np.uint32]] = {
 }
 _INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _MAGNITUDE = {"bfloat16": 0x7FFF, "float16": 0x7FFF, "float32": 0x7FFFFFFF}
-_CHUNK = 1 << 17
+_CHUNK = 1 << 19
+"""Values looked at in one call: little enough for a core's cache, enough for few turns at the interpreter's lock."""
 
 
 def all_finite(data: memoryview, dtype: str) -> bool:
