@@ -20,7 +20,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import click
 import typer
 
 from eyas import __version__, config, log
@@ -56,17 +55,16 @@ def main() -> NoReturn:
     except EyasError as error:
         _complain(str(error))
         code = error.exit_code
-    except click.exceptions.Abort:
-        code = EXIT_INCOMPLETE
-    except click.ClickException as error:
-        error.show()
-        code = EXIT_CONFIG
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         _complain("stopped on request; the same command goes on from here")
         code = EXIT_INCOMPLETE
     except BrokenPipeError:
         code = EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - the command line's edge
+        # Typer's own usage errors; it brings them under another name with every few releases.
+        if callable(show := getattr(error, "show", None)):
+            show()
+            _leave(EXIT_CONFIG)
         traceback.print_exc()
         _complain(f"internal error, please report it with the lines above: {type(error).__name__}: {error}")
         code = EXIT_FAILED
@@ -307,7 +305,7 @@ def watch(root: DataSetDir, interval_s: Annotated[float, typer.Option(min=0.2)] 
     while True:
         found = look(root)
         if sys.stdout.isatty():
-            click.clear()
+            sys.stdout.write("\x1b[2J\x1b[H")
         _print("\n".join(found.lines()))
         if not found.alive:
             return

@@ -7,7 +7,6 @@ them is bounded in bytes by the quota of `Requests`.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from itertools import zip_longest
 from eyas.capture.asker import Asker
 from eyas.capture.check import Head
 from eyas.capture.loop import Loop
+from eyas.capture.memory import give_back_memory, share_arena
 from eyas.capture.monitor import Monitor, free_bytes
 from eyas.capture.plan import describe, extend, extend_retry, open_rejects, record_size, require_fit
 from eyas.capture.probe import PROBE_SAMPLES, RECHECKED_SAMPLES, probe, provenance_changes, recheck
@@ -37,9 +37,6 @@ from eyas.store.plan import Segment, ShardPlan
 from eyas.store.reader import DataSet
 from eyas.store.record import ShardRecord
 from eyas.store.writer import DataSetWriter
-
-_M_ARENA_MAX = -8
-"""glibc's `mallopt` parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ def capture(
     """
     assert capture.out is not None
     progress.show("capture: opening the data set", force=True)
-    _share_memory_arenas()
+    share_arena()
     info = engine.info()
     with DataSetWriter(capture.out, info.spec, files=files) as writer:
         if resolved_config:
@@ -121,6 +118,7 @@ class _Run:
         """Extend the plan if the selection has grown, and count what is done."""
         self._monitor.state("planning")
         segment = extend(self._writer, table, self._config, self._monitor.tick)
+        give_back_memory()
         self._entries = manifest.summaries(self._writer.layout, self._writer.spec)
         retry = extend_retry(self._writer, self._entries, self._config) if retry_rejects else None
         for head in (segment, retry):
@@ -195,7 +193,12 @@ class _Run:
         monitor.state("capturing")
         requests = Requests(self._slots(), self._config.in_flight_bytes)
         monitor.in_flight = lambda: (requests.in_flight_bytes, requests.in_flight_samples)
-        sink = Sink(self._writer, self._info.provenance, monitor.run_id, requests, monitor.on_commit)
+
+        def on_commit(record: ShardRecord) -> None:
+            monitor.on_commit(record)
+            give_back_memory()
+
+        sink = Sink(self._writer, self._info.provenance, monitor.run_id, requests, on_commit)
         try:
             Loop(self._config, self._engine, self._asker, head, requests, sink, monitor).run()
         except BaseException:
@@ -306,14 +309,3 @@ def data_digest(entries: Sequence[ShardEntry]) -> str:
     """One digest of a data set's contents: shard ids and payload digests, in order of shard id."""
     ordered = sorted(entries, key=lambda entry: entry.shard_id)
     return digest_bytes(*(f"{entry.shard_id}{entry.payload_digest or ''}".encode() for entry in ordered))
-
-
-def _share_memory_arenas() -> None:
-    """Let all threads allocate from one arena, where the C library has such a thing (glibc).
-
-    States are allocated in one thread and freed in another: with an arena for each thread, what is freed is not used
-    again, and resident memory grows for hours.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
