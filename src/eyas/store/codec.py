@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from eyas.errors import StoreError
 
@@ -34,9 +34,3 @@ def require_parts(codec: str, names: Collection[str]) -> None:
 def part_tensor(sample_index: int, field: str, part: str) -> str:
     """The safetensors name of a part: `{i}.{field}`, and `.{part}` where it has a name."""
     return f"{sample_index}.{field}.{part}" if part else f"{sample_index}.{field}"
-
-
-def decode(codec: str, parts: Mapping[str, memoryview]) -> memoryview:
-    """Logical bytes of a field from its stored parts; `raw` gives the buffer itself."""
-    assert codec == RAW
-    return parts[WHOLE]
