@@ -57,7 +57,9 @@ class Source:
 def batches_of(requests: Sequence[CaptureRequest], batch_tokens: int) -> list[list[CaptureRequest]]:
     """The batches that the engine forms of these requests."""
     source, batches = Source(requests), []
-    while window := source.take(WINDOW_BATCHES * batch_tokens, wait=True):
+    while window := source.take(
+        WINDOW_BATCHES["cuda" if torch.cuda.is_available() else "cpu"] * batch_tokens, wait=True
+    ):
         batches += form_batches(window, batch_tokens)
     return batches
 

@@ -43,8 +43,9 @@ from eyas.target.structure import Structure, find, load_config, logits_of, model
 logger = logging.getLogger(__name__)
 
 ENGINE = "hf"
-WINDOW_BATCHES = 8
-"""Requests are taken for this many batches and sorted by length: more means less padding and later first answers."""
+WINDOW_BATCHES = {"cpu": 2, "cuda": 8}
+"""Requests are taken for so many batches and sorted by length: more means less padding, later first answers, and more
+that a kill loses; on a CPU one batch may take a minute."""
 REFERENCE_LOGIT_BYTES = 256 * 1024 * 1024
 """Logits of a longer reference are computed in pieces of this size."""
 PINNED_BYTES = 4 * 1024**3
@@ -84,6 +85,7 @@ class HfEngine:
         self._extra = dict(engine.extra)
         self._pinned_bytes = int(self._extra.pop("pinned_bytes", pinned_bytes))
         self._device = _device(engine.device)
+        self._window_tokens = WINDOW_BATCHES[self._device.type] * engine.batch_tokens
         self._config = load_config(self._files, trust_remote_code=target.trust_remote_code)
         self._dtype = _dtype_name(engine.dtype, self._config, self._files.path)
         attention = {k: v for k, v in self._extra.items() if k == "attn_implementation"}
@@ -150,7 +152,7 @@ class HfEngine:
             while True:
                 if not batches:
                     # With a batch in flight, answers are held back: waiting for its bytes to return would be forever.
-                    requests = source.take(WINDOW_BATCHES * self._batch_tokens, wait=started is None)
+                    requests = source.take(self._window_tokens, wait=started is None)
                     if not requests and started is None:
                         return
                     if not requests:
