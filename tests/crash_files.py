@@ -12,7 +12,6 @@ from eyas.store.files import Files
 from eyas.store.layout import Layout
 
 Mode = Literal["before", "after", "data_lost", "names_lost", "both_lost"]
-MODES: tuple[Mode, ...] = ("before", "after", "data_lost", "names_lost", "both_lost")
 
 
 class Crash(BaseException):

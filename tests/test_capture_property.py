@@ -101,13 +101,17 @@ class Script:
 
     @property
     def unforeseen(self) -> bool:
-        """Whether a sample may be rejected that is not bad.
+        """Whether attempts are counted that no sample is to blame for.
 
-        With a short time-out a slow machine loses an answer; an engine that ends by itself takes the blame that a
-        sample which was alone with it gets.
+        With a short time-out a slow machine loses an answer; and where an engine ends by itself, the sample that
+        happens to be alone with it is blamed.
         """
-        kinds = {fault.kind for fault in self.faults}
-        return "hang" in kinds or ("crash" in kinds and self.crash_after is not None)
+        return self.crash_after is not None or any(fault.kind == "hang" for fault in self.faults)
+
+    def always_bad(self, sample_id: str) -> bool:
+        """Whether a sample is rejected however its attempts are counted."""
+        met = [f for f in self.faults if sample_id in f.samples]
+        return bool(met) and met[0].attempts == FOR_EVER and met[0].kind != "late"
 
 
 faults = st.tuples(
@@ -218,7 +222,7 @@ def test_any_order_any_kills_any_faults(base: Path, script: Script) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@examples(3)
+@examples(2)
 @given(script=scripts)
 def test_each_fault(base: Path, kind: FaultKind, script: Script) -> None:
     tell_in(base, dataclasses.replace(script, troubles=[(kind, [1, 3], 1, 1), (kind, [4, 5], FOR_EVER, 1)]))
@@ -270,7 +274,7 @@ def tell(script: Script, place: Path) -> None:
         assert receipt.planned == receipt.committed + receipt.rejected == len(token_ids)
         assert (receipt.committed, receipt.rejected) == (len(committed), len(rejected))
         assert committed | rejected.keys() == token_ids.keys()
-        assert rejected.keys() >= expected_rejects
+        assert rejected.keys() >= {sample_id for sample_id in token_ids if script.always_bad(sample_id)}
         assert script.unforeseen or rejected.keys() == expected_rejects
         require_right_states(out, token_ids, clean)
         assert payloads(out) == reference_payloads(out, place / "reference", set(rejected), clean)

@@ -672,13 +672,14 @@ def test_a_disk_that_fails_at_any_call_stops_the_run_tidily(
     tmp_path: Path, number: int, error: type[StoreError], exit_code: int
 ) -> None:
     table = make_table(tmp_path / "small.parquet", [3, 4, 5, 6, 2])
+    small = {"num_layers": 3, "hidden_size": 4}
     step = 1 if number == errno.ENOSPC else 4
-    run(table, config(tmp_path / "whole", shard_tokens=10))
+    run(table, config(tmp_path / "whole", shard_tokens=10), **small)
     whole = contents(tmp_path / "whole")
     for at in itertools.count(1, step):
         out = tmp_path / f"out{at}"
         try:
-            run(table, config(out, shard_tokens=10), files=FailingFiles(at, number))
+            run(table, config(out, shard_tokens=10), files=FailingFiles(at, number), **small)
         except StoreError as caught:
             assert type(caught) is error and caught.exit_code == exit_code
             assert str(out) in str(caught) or str(out.parent) in str(caught)
@@ -686,7 +687,7 @@ def test_a_disk_that_fails_at_any_call_stops_the_run_tidily(
             assert at > 20
             return
         assert Layout(out).temporaries() == [], at
-        run(table, config(out, shard_tokens=10), files=FailingFiles(10**9, 0))
+        run(table, config(out, shard_tokens=10), files=FailingFiles(10**9, 0), **small)
         assert contents(out) == whole
         shutil.rmtree(out)
 

@@ -230,7 +230,7 @@ def _resolve_paths(tree: dict[str, Any], base: Path, only: str | None = None) ->
                 continue
             value = values[name]
             if isinstance(value, str):
-                joined = base / Path(value).expanduser()
+                joined = (base / Path(value).expanduser()).resolve()
                 values[name] = [joined] if typing.get_origin(field.annotation) is tuple else joined
             elif isinstance(value, list):
-                values[name] = [base / Path(v).expanduser() if isinstance(v, str) else v for v in value]
+                values[name] = [(base / Path(v).expanduser()).resolve() if isinstance(v, str) else v for v in value]
