@@ -523,6 +523,14 @@ def test_numbers_that_are_none(root: Path, value: str) -> None:
             assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
+def test_what_json_cannot_say_is_no_optional_key_either(root: Path, value: str) -> None:
+    path = records_of(root)[0]
+    forged = resealed_text(path.read_text().replace("}\n", f',"zeitgeist":{value}}}\n'))
+    with pytest.raises(ShardCorrupt):
+        record.from_bytes(forged.encode(), path)
+
+
 def resealed_text(text: str) -> str:
     """The text with a digest over its bytes, for what canonical JSON cannot spell."""
     at = text.index('"record_digest":"')
