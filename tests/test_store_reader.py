@@ -10,6 +10,7 @@ import pickle
 import shutil
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -482,7 +483,8 @@ def test_opening_while_a_writer_commits(tmp_path: Path) -> None:
     writing = threading.Thread(target=run, args=(table, config(out, shard_tokens=8)), kwargs=settings)
     writing.start()
     sizes = [0]
-    while writing.is_alive() or sizes[-1] < 60:
+    deadline = time.monotonic() + 60
+    while writing.is_alive() or (sizes[-1] < 60 and time.monotonic() < deadline):
         try:
             data = DataSet(out)
         except StoreError as error:

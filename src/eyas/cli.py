@@ -279,9 +279,12 @@ def verify(
     ]
     if report.repaired:
         lines.append(f"repaired: {len(report.repaired)} records dropped; 'eyas capture' captures those shards again")
-    elif report.problems:
-        lines.append(f"damaged: {len(report.problems)} problems; next: eyas verify --repair {root}")
-    else:
+    left = [problem for problem in report.problems if problem.shard_id not in report.repaired]
+    if any(problem.repairable for problem in left):
+        lines.append(f"damaged: {len(left)} problems; next: eyas verify --repair {root}")
+    elif left:
+        lines.append(f"left: {len(left)} problems that no repair mends; each says what to do")
+    elif not report.repaired:
         lines.append("sound, but incomplete" if report.pending else "sound and complete")
     _result(json.loads(report.to_json()), lines, as_json=as_json)
     raise typer.Exit(report.exit_code)
