@@ -35,6 +35,7 @@ from eyas.store.merge import without
 from eyas.store.plan import Segment
 from eyas.store.reader import DataSet
 from eyas.store.record import ShardRecord
+from eyas.store.shard import payload_digest
 from eyas.store.verify import Problem, Report, verify
 from eyas.store.writer import HEAD_SEAL, DataSetWriter, read_head
 from fake_data import config, contents, make_table, run
@@ -196,6 +197,31 @@ def test_nonsense_in_the_header(root: Path, header: bytes) -> None:
         out.seek(8)
         out.write(header)
     one_problem(root, ShardCorrupt, payload)
+
+
+def test_forged_header_whose_digest_fits(root: Path) -> None:
+    """Two fields change names in the header, and every digest is made anew: only the record's own places tell."""
+    path = records_of(root)[0]
+    payload, entry = payload_of(root, path), record.read(path)
+    data = bytearray(payload.read_bytes())
+    header = bytes(data[: entry.header_bytes])
+    forged = header.replace(b"hidden.2", b"hidden.#").replace(b"hidden.4", b"hidden.2").replace(b"#", b"4")
+    assert forged != header and len(forged) == len(header)
+    parts = [
+        bytes.fromhex(entry.fields[name].parts[""].digest[j])
+        for j in range(len(entry.sample_ids))
+        for name in entry.fields
+    ]
+    data[: entry.header_bytes] = forged
+    other = payload.with_name(f"{path.stem}.{payload_digest(forged, parts)}.safetensors")
+    other.write_bytes(data)
+    payload.unlink()
+
+    def rename(body: Body) -> None:
+        body["payload"]["digest"], body["payload"]["name"] = payload_digest(forged, parts), other.name
+
+    reseal(path, rename)
+    one_problem(root, ShardCorrupt, other)
 
 
 def test_header_bytes_beyond_the_format_s_limit(root: Path) -> None:
@@ -878,6 +904,23 @@ def test_forged_segment_with_a_digest_that_fits(root: Path, whole: tuple[Path, S
     forge_metadata(whole[0] / "plan" / "00000.parquet", path, SEGMENTS[name])
     raises_naming(ShardCorrupt, path, lambda: segment_rows(path))
     one_problem(root, ShardCorrupt, path)
+
+
+def test_token_ids_of_a_done_shard_are_checked_too(root: Path, whole: tuple[Path, SampleTable]) -> None:
+    """A later retry, merge or re-check reads them."""
+    source, path = whole[0] / "plan" / "00000.parquet", root / "plan" / "00000.parquet"
+    with pq.ParquetFile(source) as file:
+        meta = {k: v for k, v in file.metadata.metadata.items() if k.startswith(b"eyas.")}
+        groups = [file.read_row_group(i).replace_schema_metadata(None) for i in range(file.num_row_groups)]
+    tokens = groups[1]["token_ids"].to_pylist()
+    tokens[0][0] += 1
+    groups[1] = groups[1].set_column(2, groups[1].schema.field(2), pa.array(tokens, pa.large_list(pa.int32())))
+    with pq.ParquetWriter(path, groups[0].schema) as out:
+        for group in groups:
+            out.write_table(group)
+        out.add_key_value_metadata(meta)
+    one_problem(root, ShardCorrupt, path)
+    assert verify(root, repair=True).repaired == []
 
 
 def test_newer_segment_is_refused(root: Path, whole: tuple[Path, SampleTable]) -> None:
