@@ -77,6 +77,14 @@ def test_covered_samples_count_for_the_limit_and_are_left_out(table: SampleTable
     assert found == [s for s in whole[:60] if s not in covered]
 
 
+def test_rows_with_one_id_are_one_sample(tmp_path: Path) -> None:
+    table = make_table(tmp_path / "samples.parquet", [1] * 300)
+    assert len(set(naive(table))) < 300
+    assert ordered(table, tmp_path / "s") == list(dict.fromkeys(naive(table)))
+    limited = ordered(table, tmp_path / "s", Selection(200, (), ()))
+    assert limited == list(dict.fromkeys(naive(table)))[:200]
+
+
 def test_scratch_is_empty_when_all_is_read(table: SampleTable, tmp_path: Path) -> None:
     ordered(table, tmp_path / "s")
     assert [p for p in (tmp_path / "s").iterdir() if p.suffix != ".covered"] == []

@@ -217,7 +217,12 @@ class _Bucket:
         lists = rows["token_ids"].combine_chunks()
         values, offsets = lists.values.to_numpy(zero_copy_only=False), lists.offsets.to_numpy()
         keys = rows["key"].to_pylist()
+        previous = None
         for i in sorted(range(len(ids)), key=keys.__getitem__):
+            if ids[i] == previous:
+                # Rows with one id are one sample; `prepare` merges them, another maker of tables may not.
+                continue
+            previous = ids[i]
             yield ids[i].hex(), np.array(values[offsets[i] : offsets[i + 1]], np.int32), ids[i] in covered
 
 
