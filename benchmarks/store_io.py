@@ -3,10 +3,10 @@
     python benchmarks/store_io.py --dir /data/scratch --bytes 4e9 --rounds 5
 
 Writing: shards appended and committed (fsync, rename, record) as `capture` does it, the commit in a thread of its own.
-`dd` writes as many zero bytes with `conv=fsync`. Reading: every sample in index order into one buffer, with digests
-compared (`check`) and without, against `cat` of the payloads to /dev/null; cold means that the kernel was told to drop
-their pages (`POSIX_FADV_DONTNEED`), warm that they are in memory. Prints JSON: GB/s (medians) and the median ratios of
-pairs that ran one after the other. A ratio above 1 means that the store is faster.
+`dd` writes as many zero bytes with `conv=fsync`. Reading: every sample in index order into one buffer, without (`plain`)
+and with digests compared (`checked`; also by two threads, as the workers of a loader do), against `cat` of the payloads
+to /dev/null. Cold means that the kernel was told to drop their pages (`POSIX_FADV_DONTNEED`), warm that they are in
+memory. Prints JSON: GB/s (medians) and the median ratios of pairs of one round. Above 1 the store is faster.
 """
 
 from __future__ import annotations
@@ -106,10 +106,19 @@ def write_dd(path: Path, num_bytes: int) -> float:
     return (time.perf_counter() - start) * num_bytes / (num_bytes // block * block)
 
 
-def read_store(data: DataSet, buffer: memoryview) -> float:
+def read_store(data: DataSet, buffers: list[memoryview]) -> float:
+    """Every sample in index order, each thread with a buffer of its own."""
+
+    def read(thread: int) -> None:
+        for i in range(thread, len(data), len(buffers)):
+            data.read_into(i, buffers[thread])
+
     start = time.perf_counter()
-    for i in range(len(data)):
-        data.read_into(i, buffer)
+    if len(buffers) == 1:
+        read(0)
+    else:
+        with ThreadPoolExecutor(len(buffers)) as pool:
+            list(pool.map(read, range(len(buffers))))
     return time.perf_counter() - start
 
 
@@ -147,12 +156,14 @@ def measure_reads(root: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
     paths = sorted((root / "shards").iterdir())
     plain, checked = DataSet(root, check=False), DataSet(root, check=True)
     size = max(plain.sample_bytes(i) for i in range(len(plain)))
-    buffer = aligned_buffer(size)
-    buffer[:] = bytes(size)  # its pages are there before the clock counts
+    buffers = [aligned_buffer(size) for _ in range(2)]
+    for buffer in buffers:
+        buffer[:] = bytes(size)  # its pages are there before the clock counts
     ways: dict[str, Callable[[], float]] = {
         "cat": lambda: read_cat(paths),
-        "plain": lambda: read_store(plain, buffer),
-        "checked": lambda: read_store(checked, buffer),
+        "plain": lambda: read_store(plain, buffers[:1]),
+        "checked": lambda: read_store(checked, buffers[:1]),
+        "checked_2_threads": lambda: read_store(checked, buffers),
     }
     found: dict[str, dict[str, list[float]]] = {}
     for state in ("cold", "warm"):
@@ -161,7 +172,7 @@ def measure_reads(root: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
         if state == "warm":
             read_cat(paths)
         for turn in range(rounds):
-            order = list(ways)[turn % 3 :] + list(ways)[: turn % 3]
+            order = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
             for name in order:
                 if state == "cold":
                     drop(paths)
@@ -204,10 +215,10 @@ def main() -> None:
         "dd_s": [round(s, 2) for s in dd],
     }
     for state, times in reads.items():
-        for name in ("cat", "plain", "checked"):
+        for name in times:
             result[f"{state}_{name}_gb_per_s"] = rate(times[name])
             result[f"{state}_{name}_s"] = [round(s, 2) for s in times[name]]
-        for name in ("plain", "checked"):
+        for name in list(times)[1:]:
             result[f"{state}_{name}_ratio"] = ratio(times[name], times["cat"])
     print(json.dumps(result, indent=2))
 
