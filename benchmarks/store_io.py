@@ -6,7 +6,7 @@ Writing: shards appended and committed (fsync, rename, record) as `capture` does
 `dd` writes as many zero bytes with `conv=fsync`. Reading: every sample in index order into one buffer, without
 (`plain`) and with digests compared (`checked`; also by two threads, as the workers of a loader do), against `cat` of
 the payloads to /dev/null. Cold means that the kernel was told to drop their pages (`POSIX_FADV_DONTNEED`), warm that
-they are in memory. Prints JSON: GB/s (medians) and the median ratios of pairs of one round. Above 1 the store is faster.
+they are in memory. Prints GB/s (medians) and the median ratios of pairs of one round; above 1 the store is faster.
 """
 
 from __future__ import annotations
