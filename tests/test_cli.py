@@ -174,7 +174,13 @@ def test_merge(run_file: Path) -> None:
         (["capture", "run.toml", "capture.limit=none"], 2, "capture.limit"),
         (["capture", "run.toml", "capture.aux_layers=[9]"], 2, "outside 0..8"),
         (["capture", "run.toml", "capture.in_flight_bytes=100"], 2, "capture.in_flight_bytes"),
-        (["capture", "run.toml", "data.samples=absent.parquet"], 1, "absent.parquet"),
+        (["capture", "run.toml", "data.samples=absent.parquet"], 2, "absent.parquet is not there; run 'eyas prepare'"),
+        (["capture", "run.toml", "data.samples=."], 2, "is a directory"),
+        (["capture", "run.toml", "capture.out=garbage.toml"], 2, "is a file; choose another directory"),
+        (["capture", "run.toml", "data.samples=garbage.toml"], 1, "garbage.toml"),
+        (["prepare", "run.toml", "data.sources=absent.jsonl"], 2, "absent.jsonl is not there"),
+        (["capture", "run.toml", "engine.extra.a=1", "engine.extra.a.b=2"], 2, "can hold no fields"),
+        (["capture", "run.toml", 'engine.extra.faults=[{kind="refused", every=0}]'], 2, "engine.extra.faults.0.every"),
         (["capture", "run.toml", 'capture.tags=["none"]'], 1, "no sample matches"),
         (["capture", "run.toml", "engine.extra.colour=1"], 2, "engine.extra.colour"),
         (["capture", "run.toml", "engine.kind=hf"], 2, "target.path is not set"),
@@ -199,6 +205,60 @@ def test_output_into_a_closed_pipe_is_no_traceback(run_file: Path) -> None:
         shell=True, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closing", [">&-", "2>&-", ">&- 2>&-", ">/dev/full", "2>&1 | head -1"])
+def test_what_was_captured_counts_also_when_it_cannot_be_told(run_file: Path, closing: str) -> None:
+    program = f"{sys.executable} -c 'from eyas.cli import main; main()'"
+    script = f"set -o pipefail; {program} capture {run_file} {closing}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert eyas("verify", run_file.parent / "states").returncode == 0
+
+
+def test_status_and_capture_see_what_is_gone(run_file: Path) -> None:
+    states = run_file.parent / "states"
+    eyas("capture", run_file)
+    record = sorted((states / "records").iterdir())[0]
+    whole = record.read_bytes()
+    record.write_bytes(b"")
+    found = eyas("status", states)
+    assert found.returncode == 1 and "damaged: 1 problem" in found.stdout and record.name in found.stdout
+    record.write_bytes(whole)
+    next((states / "shards").iterdir()).unlink()
+    found = eyas("status", states, "--json")
+    assert found.returncode == 1 and "payload is gone" in json.loads(found.stdout)["problems"][0]
+    again = eyas("capture", run_file)
+    assert again.returncode == 1 and "payload is gone" in again.stderr and "--repair" in again.stderr
+    assert eyas("verify", states, "--repair").returncode == 3
+    repaired = eyas("status", states, "--json")
+    assert repaired.returncode == 0 and json.loads(repaired.stdout)["pending"] > 0
+    assert eyas("capture", run_file).returncode == 0
+
+
+def test_a_plan_that_is_gone_is_said_and_made_anew(run_file: Path) -> None:
+    states = run_file.parent / "states"
+    eyas("capture", run_file)
+    for segment in (states / "plan").iterdir():
+        segment.unlink()
+    found = eyas("status", states, "--json")
+    assert found.returncode == 1 and json.loads(found.stdout)["pending"] == 0
+    again = eyas("capture", run_file)
+    assert again.returncode == 0 and "the plan was gone" in again.stderr
+    assert eyas("verify", states).returncode == 0
+
+
+def test_a_smaller_limit_is_answered(run_file: Path) -> None:
+    eyas("capture", run_file)
+    assert "the plan only grows" in eyas("capture", run_file, "capture.limit=10").stderr
+
+
+def test_a_lost_head_is_named(run_file: Path) -> None:
+    eyas("capture", run_file)
+    (run_file.parent / "states" / "eyas.json").unlink()
+    done = eyas("capture", run_file)
+    assert done.returncode == 1 and "eyas.json: missing" in done.stderr
 
 
 def test_paths_are_relative_to_their_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Nothing heavy is imported before the first line is shown; `eyas --help` does not
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -49,6 +50,7 @@ DataSetDir = Annotated[Path, typer.Argument(metavar="DIR", help="A data set: the
 
 def main() -> NoReturn:
     """Entry point: every error of ours becomes one line per problem and its exit code."""
+    _open_closed_streams()
     log.setup()
     try:
         code = app(standalone_mode=False)
@@ -59,13 +61,14 @@ def main() -> NoReturn:
         _complain("stopped on request; the same command goes on from here")
         code = EXIT_INCOMPLETE
     except BrokenPipeError:
-        code = EXIT_FAILED
+        code = 0  # whoever read the output has seen enough of it
     except Exception as error:  # noqa: BLE001 - the command line's edge
         # Typer's own usage errors; it brings them under another name with every few releases.
         if callable(show := getattr(error, "show", None)):
             show()
             _leave(EXIT_CONFIG)
-        traceback.print_exc()
+        with contextlib.suppress(OSError, ValueError):
+            traceback.print_exc()
         _complain(f"internal error, please report it with the lines above: {type(error).__name__}: {error}")
         code = EXIT_FAILED
     _leave(code if isinstance(code, int) else 0)
@@ -123,6 +126,9 @@ def prepare(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) 
     progress = _first_line("prepare", run)
     tree = config.load(run, overrides or ())
     _stop_by_exception()
+    for source in tree.data.sources:
+        if not source.exists() or source.is_dir():
+            raise ConfigError(f"data.sources: {source} is {'a directory' if source.is_dir() else 'not there'}")
     from eyas.data.prepare import prepare as stage
 
     receipt = stage(tree.data, tree.target, progress)
@@ -138,8 +144,9 @@ def inspect(
     sample: Annotated[str | None, typer.Option(help="Only samples whose id begins so.")] = None,
 ) -> None:
     """Print samples with the supervised tokens marked."""
+    progress = _first_line("inspect", run)
     tree = config.load(run, overrides or ())
-    table_path = _need(tree.data.samples, "data.samples")
+    table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
     _need(tree.target.path, "target.path")
     from rich.console import Console
 
@@ -151,6 +158,7 @@ def inspect(
     console = Console(highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(tree.target)
     shown = view.render(table, tokenizer, limit=None if sample else limit, sample_id=sample, colour=console.is_terminal)
+    progress.close()
     for piece in shown:
         console.print(piece, markup=False)
 
@@ -168,7 +176,8 @@ def plan(
     """Say what a capture will cost before it starts: samples, shards, bytes, hours, go or no-go. Writes nothing."""
     progress = _first_line("plan", run)
     tree = config.load(run, overrides or ())
-    out, table_path = _need(tree.capture.out, "capture.out"), _need(tree.data.samples, "data.samples")
+    out = _need_directory(tree.capture.out, "capture.out")
+    table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
     from eyas.capture.estimate import estimate, estimate_lines, probe_tokens_per_s
     from eyas.data.table import SampleTable
 
@@ -208,7 +217,8 @@ def capture(
     """Capture the target's hidden states into a data set; started again, it goes on from wherever it was."""
     progress = _first_line("capture", run)
     tree = config.load(run, overrides or ())
-    out, table_path = _need(tree.capture.out, "capture.out"), _need(tree.data.samples, "data.samples")
+    out = _need_directory(tree.capture.out, "capture.out")
+    table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
     progress = log.Progress(interval_s=tree.capture.interval_s)
     stop = _stop_by_event()
     from eyas.capture.run import capture as stage
@@ -297,6 +307,8 @@ def status(root: DataSetDir, as_json: AsJson = False) -> None:
 
     found = look(root)
     _result(dataclasses.asdict(found), found.lines(), as_json=as_json)
+    if found.problems:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
@@ -363,6 +375,20 @@ def _need(path: Path | None, name: str) -> Path:
     return path
 
 
+def _need_file(path: Path | None, name: str, how: str) -> Path:
+    found = _need(path, name)
+    if not found.is_file():
+        raise ConfigError(f"{name}: {found} is {'a directory' if found.is_dir() else 'not there'}; {how}")
+    return found
+
+
+def _need_directory(path: Path | None, name: str) -> Path:
+    found = _need(path, name)
+    if found.exists() and not found.is_dir():
+        raise ConfigError(f"{name}: {found} is a file; choose another directory")
+    return found
+
+
 def _first_line(verb: str, run: Path) -> log.Progress:
     """The first sign of life, before anything slow is imported."""
     progress = log.Progress()
@@ -401,22 +427,34 @@ def _result(value: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
     _print(json.dumps(value, default=str) if as_json else "\n".join(lines))
 
 
+def _open_closed_streams() -> None:
+    """A daemon or a cron job may start us with stdout or stderr closed: what is said there goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open for as long as we run
+
+
 def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    """To stdout. What was done is done, also when it cannot be told: the exit code speaks of the work."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        _complain(f"the result cannot be printed: {error.strerror}")
 
 
 def _complain(text: str) -> None:
-    for line in text.splitlines() or [""]:
-        sys.stderr.write(f"eyas: {line}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):
+        for line in text.splitlines() or [""]:
+            sys.stderr.write(f"eyas: {line}\n")
+        sys.stderr.flush()
 
 
 def _leave(code: int) -> NoReturn:
     """End the process now: an engine's thread may be in a computation that nobody waits for any more."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            code = code or EXIT_FAILED
     os._exit(code)

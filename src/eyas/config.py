@@ -202,9 +202,10 @@ def _apply(tree: dict[str, Any], override: str) -> list[str]:
         value = text
     node = tree.setdefault(section, {})
     if inner:
-        node = node.setdefault(name, {})
-        for part in inner[:-1]:
+        for part in (name, *inner[:-1]):
             node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                return [f"'{override}': '{part}' has a value of its own and can hold no fields"]
         name = inner[-1]
     node[name] = value
     if not inner:

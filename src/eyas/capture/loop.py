@@ -163,7 +163,9 @@ class Loop:
 
     def _require_budget(self) -> None:
         counts, root = self._counts, self._monitor.root
-        budget = max(1, int(self._config.max_reject_fraction * counts.planned_samples))
+        # A share of a small data set rounds to nothing, yet one bad sample is no reason to stop, unless 0 says so.
+        fraction = self._config.max_reject_fraction
+        budget = max(1, int(fraction * counts.planned_samples)) if fraction else 0
         reasons = ", ".join(f"{n} {reason}" for reason, n in counts.reasons.most_common(3))
         if counts.rejected_samples > budget:
             raise CaptureMismatch(

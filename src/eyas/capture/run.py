@@ -117,6 +117,7 @@ class _Run:
     def plan(self, table: SampleTable, *, retry_rejects: bool) -> None:
         """Extend the plan if the selection has grown, and count what is done."""
         self._monitor.state("planning")
+        had_plan = bool(self._writer.layout.segments())
         segment = extend(self._writer, table, self._config, self._monitor.tick)
         give_back_memory()
         self._entries = manifest.summaries(self._writer.layout, self._writer.spec)
@@ -126,6 +127,13 @@ class _Run:
                 self._monitor.events.add("segment", **describe(head))
         self._segments = self._writer.segments()
         self._count()
+        if self._entries and not had_plan:
+            self._monitor.say("the plan was gone and is made anew; records that fit it count")
+        if self._config.limit is not None and self._monitor.counts.planned_samples > self._config.limit:
+            self._monitor.say(
+                f"{self._monitor.counts.planned_samples:,} samples are planned already, more than capture.limit = "
+                f"{self._config.limit:,}: the plan only grows"
+            )
         done = {entry.shard_id for entry in self._entries}
         shards = [shard for segment in self._segments for shard in segment.shards]
         self.pending = [shard for shard in shards if shard.shard_id not in done]

@@ -54,6 +54,8 @@ class Status:
     eta_s: float | None
     in_flight_bytes: int
     retries: int
+    problems: tuple[str, ...]
+    """What is damaged, as far as names, sizes and records tell; `verify` looks at the bytes."""
     last_error: str
     """The message with which the latest run ended, when it did not complete."""
 
@@ -84,12 +86,17 @@ class Status:
         if self.rejects_by_reason:
             reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(self.rejects_by_reason.items()))
             lines.append(f"  rejects  {reasons}; 'eyas capture … --retry-rejects' tries them once more")
+        lines += [f"  damage   {problem}" for problem in self.problems[:5]]
+        if len(self.problems) > 5:
+            lines.append(f"  damage   and {len(self.problems) - 5} more; 'eyas verify {self.root}' lists all")
         if self.last_error:
             lines.append(f"  error    {self.last_error}")
         return lines
 
     def headline(self) -> str:
         """Alive or not, and what it does or how it ended."""
+        if self.problems and not self.alive:
+            return f"damaged: {len(self.problems)} problems"
         if not self.process:
             return "no capture has run here"
         if self.alive is None:
@@ -102,6 +109,8 @@ class Status:
             return "complete"
         if self.state in FINAL_STATES and self.state != "complete":
             return f"{self.state}; the same capture command goes on from here"
+        if self.state == "complete" and self.pending:
+            return f"incomplete: {self.pending:,} samples are pending again; the same capture command captures them"
         if self.pending:
             return f"dead: {self.process} ended while {self.state}; the same capture command goes on from here"
         return "complete"
@@ -111,11 +120,17 @@ def status(root: Path) -> Status:
     """Where the data set at `root` stands now. Raises StoreError where there is none."""
     layout = Layout(root)
     spec = read_head(layout.head)
-    entries = manifest.summaries(layout, spec)
+    entries, found = manifest.survey(layout, spec)
+    problems = [str(problem) for problem in found]
     segments = open_segments(layout)
     rejected = open_rejects(segments, entries)
     planned = sum(s.head.num_new for s in segments)
     committed = sum(e.num_samples for e in entries)
+    if committed + len(rejected) > planned:
+        problems.append(
+            f"{layout.plan}: {committed + len(rejected):,} samples have records, {planned:,} are planned: segments are "
+            "gone; restore them from a copy, or let the same capture command make the plan anew"
+        )
     latest_reason = {sample_id: reason for e in entries for sample_id, reason in e.rejects if sample_id in rejected}
     beat: dict[str, Any] = heartbeat.read(layout.heartbeat) or {}
     alive = heartbeat.is_alive(beat) if beat else None
@@ -130,7 +145,7 @@ def status(root: Path) -> Status:
         planned=planned,
         committed=committed,
         rejected=len(rejected),
-        pending=planned - committed - len(rejected),
+        pending=max(0, planned - committed - len(rejected)),
         planned_shards=planned_shards,
         committed_shards=len(entries),
         planned_tokens=sum(s.head.num_new_tokens for s in segments),
@@ -148,6 +163,7 @@ def status(root: Path) -> Status:
         eta_s=beat.get("eta_s") if alive else None,
         in_flight_bytes=int(beat.get("in_flight_bytes", 0)) if alive else 0,
         retries=int(beat.get("retries", 0)),
+        problems=tuple(problems),
         last_error="" if alive else _last_error(layout.events, str(beat.get("run", ""))),
     )
 

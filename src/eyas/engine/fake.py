@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest, EngineInfo, Reference, RequestSource
 from eyas.errors import ConfigError, EngineRefused, EngineUnavailable
@@ -52,7 +52,7 @@ class Fault(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: FaultKind
-    every: int = 1
+    every: int = Field(1, ge=1)
     """Meets about one sample in `every`, chosen by sample id."""
     offset: int = 0
     samples: tuple[str, ...] = ()
@@ -120,7 +120,11 @@ class FakeEngine:
                 dtype=s.dtype,
             )
         except ValidationError as error:
-            raise ConfigError("\n".join(f"capture: {e['msg']}" for e in error.errors())) from None
+            raise ConfigError(
+                "\n".join(f"capture.aux_layers, engine.extra: {e['msg']}" for e in error.errors()).replace(
+                    ": Value error, ", ": "
+                )
+            ) from None
         self.head = FakeHead(s)
         self.calls = 0
         self._answered = 0

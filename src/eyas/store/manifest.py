@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eyas.errors import ShardCorrupt
+from eyas.errors import ShardCorrupt, ShardMissing, StoreError
 from eyas.records import CaptureSpec, digest_bytes
 from eyas.store import record as records
 from eyas.store.files import temporary_name
@@ -130,20 +130,55 @@ def _require_distinct(manifest: Manifest, layout: Layout) -> None:
 
 
 def summaries(layout: Layout, spec: CaptureSpec) -> list[ShardEntry]:
-    """The shards alone, for counting: no memory per sample beyond one record at a time. Writes no cache."""
+    """The shards alone, for counting: no memory per sample beyond one record at a time. Writes no cache.
+
+    Raises as `records.read` does, and ShardMissing or ShardCorrupt where a payload is not there in full.
+    """
+    found, problems = survey(layout, spec)
+    if problems:
+        raise problems[0]
+    return found
+
+
+def survey(layout: Layout, spec: CaptureSpec) -> tuple[list[ShardEntry], list[StoreError]]:
+    """As `summaries`, but what is wrong is listed: a shard whose record cannot be read is left out of the entries."""
     current = _stat_records(layout)
     listing = _read_listing(layout.manifest, spec)
     cached = {entry.shard_id: entry for entry in listing[0]} if listing else {}
-    found = []
+    found: list[ShardEntry] = []
+    problems: list[StoreError] = []
     for shard_id in sorted(current):
         entry = cached.get(shard_id)
         if entry is None or (entry.record_bytes, entry.record_mtime_ns) != current[shard_id]:
             path = layout.record(shard_id)
-            record = records.read(path)
-            records.require_spec(record, spec, path)
+            try:
+                record = records.read(path)
+                records.require_spec(record, spec, path)
+            except StoreError as error:
+                problems.append(error)
+                continue
             entry = _entry(record, *current[shard_id])
         found.append(entry)
-    return found
+    return found, problems + _incomplete_payloads(layout, found)
+
+
+def _incomplete_payloads(layout: Layout, entries: list[ShardEntry]) -> list[StoreError]:
+    """Payloads that are gone or of another size: one look at each name, none at the bytes."""
+    problems: list[StoreError] = []
+    for entry in entries:
+        if entry.payload_digest is None or entry.released:
+            continue
+        path = layout.payload(entry.shard_id, entry.payload_digest)
+        hint = f"run 'eyas verify --repair {layout.root}', then capture again"
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            problems.append(ShardMissing(f"{path}: payload is gone; {hint}", path=path))
+        else:
+            if size != entry.payload_bytes:
+                message = f"{path}: {size} bytes, its record says {entry.payload_bytes}; {hint}"
+                problems.append(ShardCorrupt(message, path=path))
+    return problems
 
 
 def _stat_records(layout: Layout) -> dict[str, tuple[int, int]]:

@@ -137,6 +137,8 @@ def _require_ours_or_free(layout: Layout) -> None:
     """Refuse a directory that is not a data set but holds files by names that we would write over."""
     if layout.head.exists():
         return
+    if layout.record_ids() or layout.segments():
+        raise ShardCorrupt(f"{layout.head}: missing, though plan and records are there; restore it", path=layout.head)
     written = (layout.config, layout.events, layout.heartbeat, layout.manifest, layout.report, layout.scratch)
     taken = [path.name for path in written if path.exists()]
     # The lock comes before the head: a run that was killed between the two leaves it.
