@@ -5,9 +5,9 @@ Letters: `N` samples, `T` tokens of one, `A` auxiliary layers, `H` hidden size.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,6 +92,7 @@ class DataSet:
                     path=self.layout.record(shard.shard_id),
                 )
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
         self._by_id: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
@@ -164,8 +165,9 @@ class DataSet:
         return Permutation(self._manifest.ids, seed=seed, epoch=epoch, position=position)
 
     def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.layout.root, self._check)
@@ -204,19 +206,21 @@ class DataSet:
                 )
 
     def _file(self, shard: int) -> _OpenFile:
-        file = self._open.get(shard)
-        if file is None:
+        # An ordered dictionary that several threads shorten at once loses count of itself.
+        with self._lock:
+            file = self._open.get(shard)
+            if file is not None:
+                self._open.move_to_end(shard)
+                return file
             entry = self._manifest.shards[shard]
             assert entry.payload_digest is not None
             path = self.layout.payload(entry.shard_id, entry.payload_digest)
             if entry.released:
                 raise ShardMissing(f"{path}: was released on purpose; capture it again to read it", path=path)
-            file = _OpenFile(path, entry.payload_bytes, self.layout.root)
             # A file that leaves the table is closed when its last reader lets go of it, never under a read.
-            self._open[shard] = file
+            file = self._open[shard] = _OpenFile(path, entry.payload_bytes, self.layout.root)
             while len(self._open) > _OPEN_FILES:
-                with contextlib.suppress(KeyError):  # other threads make room too
-                    self._open.popitem(last=False)
+                self._open.popitem(last=False)
         return file
 
 
