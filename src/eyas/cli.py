@@ -226,17 +226,17 @@ def capture(
 
     table = SampleTable.open(table_path)
     engine, head = _engine(tree)
-    receipt = stage(
-        tree.capture,
-        table,
-        engine,
-        head,
-        progress=progress,
-        stop=stop,
-        retry_rejects=retry_rejects,
-        resolved_config=config.dump(tree),
-    )
-    engine.close()
+    with contextlib.closing(engine):
+        receipt = stage(
+            tree.capture,
+            table,
+            engine,
+            head,
+            progress=progress,
+            stop=stop,
+            retry_rejects=retry_rejects,
+            resolved_config=config.dump(tree),
+        )
     progress.close()
     new = f"{receipt.captured_tokens:,} tokens captured in {log.human_time(receipt.seconds)}"
     if receipt.captured_tokens:
@@ -356,6 +356,12 @@ def _engine(tree: Config) -> tuple[Engine, Head | None]:
     from eyas.target.head import TargetHead
 
     path, trust = _need(tree.target.path, "target.path"), tree.target.trust_remote_code
+    if tree.engine.kind == "sglang":
+        from eyas.engine.sglang.client import SglangEngine
+
+        return SglangEngine(tree.target, tree.engine, tree.capture.aux_layers), DeferredHead(
+            lambda: TargetHead.load(path, trust_remote_code=trust)
+        )
     pinned_bytes = tree.capture.in_flight_bytes * 5 // 4
     engine = HfEngine(tree.target, tree.engine, tree.capture.aux_layers, pinned_bytes=pinned_bytes)
     return engine, DeferredHead(lambda: TargetHead.load(path, trust_remote_code=trust))

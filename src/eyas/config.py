@@ -61,7 +61,15 @@ class GenerateConfig(Section):
 class EngineConfig(Section):
     """Who computes hidden states."""
 
-    kind: Literal["hf", "fake"] = "hf"
+    kind: Literal["hf", "sglang", "fake"] = "hf"
+    """`hf` computes in this process; `sglang` asks a server that `eyas serve` started."""
+    url: str = "http://127.0.0.1:30000"
+    """The server's address."""
+    reconnect_s: float = Field(1800.0, ge=0.0)
+    """How long capture waits for a server that is gone to come back."""
+    check_layers: Literal["auto", "target", "layer", "off"] = "auto"
+    """How a probe checks a server's auxiliary states: against the whole `target` in this process, or each against its
+    one decoder `layer`; `auto` takes the target when its weights are at most 4 GB."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """`auto` is the dtype of the target's own config."""
     device: str = "auto"

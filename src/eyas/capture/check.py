@@ -15,7 +15,7 @@ import numpy.typing as npt
 from eyas.engine.base import CaptureAnswer, Reference
 from eyas.errors import CaptureMismatch
 from eyas.records import LAST, CaptureSpec, StateBlock, TokenIds, hidden_field
-from eyas.store.values import all_finite, as_float32, first_nonfinite_row, median_row_error, row_bytes
+from eyas.values import all_finite, as_float32, first_nonfinite_row, median_row_error, row_bytes
 
 MAX_CHECKED_ROWS = 64
 """Rows of a sample whose logits are computed: the target's vocabulary may have a quarter of a million entries."""

@@ -91,7 +91,7 @@ def estimate(
             shards, samples, tokens = shards + 1, samples + len(shard), tokens + sum(lengths)
             largest = max(largest, *lengths)
             payload += header_room("0" * 32, spec, [(s, len(t)) for s, t in shard])
-            records += record_size(len(shard), len(spec.fields))
+            records += record_size(len(shard), sum(lengths), spec)
     if not samples:
         raise DataError(f"{table.path}: no sample matches limit, tags and sources of [capture]; nothing to do")
     disk = os.statvfs(existing_parent(capture.out))

@@ -17,7 +17,7 @@ from eyas.config import CaptureConfig
 from eyas.data.table import SampleTable
 from eyas.errors import ConfigError, DataError
 from eyas.log import human_bytes
-from eyas.records import CaptureSpec, TokenIds
+from eyas.records import DIGEST_HEX, CaptureSpec, TokenIds
 from eyas.store.manifest import ShardEntry
 from eyas.store.plan import Segment, SegmentHead, cut, write_segment
 from eyas.store.writer import DataSetWriter
@@ -261,9 +261,15 @@ def require_fit(sample_id: str, num_tokens: int, spec: CaptureSpec, capture: Cap
         )
 
 
-def record_size(num_samples: int, num_fields: int) -> int:
-    """About the bytes of a record: ids and counts of each sample, place and digest of each field."""
-    return 900 + 150 * num_fields + num_samples * (45 + 53 * num_fields)
+def record_size(num_samples: int, num_tokens: int, spec: CaptureSpec) -> int:
+    """About the bytes of a record: an id and counts for each sample, offset, size and digest for each of its fields."""
+    if not num_samples:
+        return 1000
+    item = len('"",') + DIGEST_HEX
+    digits = len(str(num_samples)) + len(str(num_tokens // num_samples)) + 2
+    offset, size = num_tokens * spec.bytes_per_token, num_tokens * spec.bytes_per_token // num_samples
+    per_field = item + len(str(offset)) + len(str(size // len(spec.fields))) + 2
+    return 1000 + len(spec.fields) * 150 + num_samples * (item + digits + len(spec.fields) * per_field)
 
 
 def existing_parent(path: Path) -> Path:

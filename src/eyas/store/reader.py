@@ -23,8 +23,8 @@ from eyas.records import CaptureSpec, is_digest
 from eyas.store import manifest
 from eyas.store.files import raise_store_error
 from eyas.store.layout import Layout
-from eyas.store.values import row_bytes
 from eyas.store.writer import read_head
+from eyas.values import row_bytes
 
 if TYPE_CHECKING:
     import torch

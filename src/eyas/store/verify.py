@@ -32,8 +32,8 @@ from eyas.store.plan import Segment
 from eyas.store.reader import aligned_buffer, pread_into, read_on, require_size
 from eyas.store.record import ShardRecord
 from eyas.store.shard import header_json, payload_digest, payload_path
-from eyas.store.values import all_finite, first_nonfinite_row
 from eyas.store.writer import lock, read_head, remove_orphans
+from eyas.values import all_finite, first_nonfinite_row
 
 MAX_HEADER_BYTES = 100_000_000
 """Upper limit of the safetensors format itself."""

@@ -1,0 +1,1 @@
+"""SGLang: a plugin inside the server that stages hidden states, and the client that captures from it."""
