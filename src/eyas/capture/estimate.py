@@ -16,10 +16,9 @@ from eyas.capture.requests import Batch
 from eyas.capture.stream import Stream
 from eyas.config import CaptureConfig
 from eyas.data.table import SampleTable
-from eyas.engine.base import CaptureAnswer, CaptureRequest, Engine
+from eyas.engine.base import CaptureAnswer, CaptureRequest, Engine, EngineInfo
 from eyas.errors import DataError, EngineUnavailable
 from eyas.log import human_bytes, human_time
-from eyas.records import CaptureSpec
 from eyas.store.plan import cut
 from eyas.store.shard import header_room
 
@@ -28,7 +27,7 @@ PROBE_SAMPLES = 32
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a capture will cost, before it starts. Bytes are those of the payloads; records add about a thousandth."""
+    """What a capture will cost, before it starts."""
 
     samples: int
     tokens: int
@@ -76,13 +75,14 @@ class Estimate:
 
 
 def estimate(
-    table: SampleTable, capture: CaptureConfig, spec: CaptureSpec, *, train_tokens_per_s: float = 30_000.0
+    table: SampleTable, capture: CaptureConfig, info: EngineInfo, *, train_tokens_per_s: float = 30_000.0
 ) -> Estimate:
     """Predict shards and bytes of a capture into an empty data set by cutting the real samples into shards.
 
     `train_tokens_per_s` is what one training GPU may consume (FIELD figure for an 8B shape on an H200: about 28,000).
     """
     assert capture.out is not None
+    spec = info.spec
     tokens = samples = shards = payload = records = largest = 0
     with tempfile.TemporaryDirectory(prefix="eyas-plan-") as scratch:
         ordered = in_order(table, Selection.of(capture), capture.seed, Path(scratch))
@@ -91,7 +91,7 @@ def estimate(
             shards, samples, tokens = shards + 1, samples + len(shard), tokens + sum(lengths)
             largest = max(largest, *lengths)
             payload += header_room("0" * 32, spec, [(s, len(t)) for s, t in shard])
-            records += record_size(len(shard), sum(lengths), spec)
+            records += record_size(len(shard), sum(lengths), spec, info.provenance)
     if not samples:
         raise DataError(f"{table.path}: no sample matches limit, tags and sources of [capture]; nothing to do")
     disk = os.statvfs(existing_parent(capture.out))

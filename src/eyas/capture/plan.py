@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from eyas.config import CaptureConfig
 from eyas.data.table import SampleTable
 from eyas.errors import ConfigError, DataError
 from eyas.log import human_bytes
-from eyas.records import DIGEST_HEX, CaptureSpec, TokenIds
+from eyas.records import DIGEST_HEX, CaptureSpec, Provenance, TokenIds
 from eyas.store.manifest import ShardEntry
 from eyas.store.plan import Segment, SegmentHead, cut, write_segment
+from eyas.store.record import FieldEntry, Part, ShardRecord, to_bytes
 from eyas.store.writer import DataSetWriter
 
 DEFAULT_SHARD_BYTES = 1 << 30
@@ -261,15 +263,32 @@ def require_fit(sample_id: str, num_tokens: int, spec: CaptureSpec, capture: Cap
         )
 
 
-def record_size(num_samples: int, num_tokens: int, spec: CaptureSpec) -> int:
-    """About the bytes of a record: an id and counts for each sample, offset, size and digest for each of its fields."""
+def record_size(num_samples: int, num_tokens: int, spec: CaptureSpec, provenance: Provenance) -> int:
+    """About the bytes of a record: one without samples, then id, place and digests of each, of mean length."""
+    entry = FieldEntry("raw", spec.dtype, spec.hidden_size, {"": Part((), (), ())})
+    empty = ShardRecord(
+        shard_id="0" * DIGEST_HEX,
+        fingerprint=spec.fingerprint,
+        sample_ids=(),
+        positions=(),
+        num_tokens=(),
+        fields=dict.fromkeys(spec.fields, entry),
+        rejects=(),
+        provenance=provenance,
+        run_id="0" * 16,
+        committed_at=time.time(),
+        payload_digest="0" * DIGEST_HEX,
+        payload_bytes=num_tokens * spec.bytes_per_token,
+        header_bytes=4096,
+    )
     if not num_samples:
-        return 1000
-    item = len('"",') + DIGEST_HEX
-    digits = len(str(num_samples)) + len(str(num_tokens // num_samples)) + 2
-    offset, size = num_tokens * spec.bytes_per_token, num_tokens * spec.bytes_per_token // num_samples
-    per_field = item + len(str(offset)) + len(str(size // len(spec.fields))) + 2
-    return 1000 + len(spec.fields) * 150 + num_samples * (item + digits + len(spec.fields) * per_field)
+        return len(to_bytes(empty))
+    text, comma = len('"",') + DIGEST_HEX, 1
+    mean = num_tokens // num_samples
+    number = len(str(num_samples // 2)) + len(str(mean)) + 2 * comma
+    offset, size = num_tokens * spec.bytes_per_token * 6 // 10, mean * spec.bytes_per_token // len(spec.fields)
+    per_field = text + len(str(offset)) + len(str(size)) + 2 * comma
+    return len(to_bytes(empty)) + num_samples * (text + number + len(spec.fields) * per_field)
 
 
 def existing_parent(path: Path) -> Path:

@@ -144,7 +144,7 @@ class _Run:
         spec, root = self._writer.spec, self._writer.layout.root
         require_fit("the largest", max(s.head.max_tokens for s in self._segments), spec, self._config)
         need = sum(shard.num_tokens for shard in self.pending) * spec.bytes_per_token
-        need += sum(record_size(shard.num_samples, shard.num_tokens, spec) for shard in self.pending)
+        need += sum(record_size(s.num_samples, s.num_tokens, spec, self._info.provenance) for s in self.pending)
         free = free_bytes(root)
         if need + self._config.min_free_bytes > free:
             raise OutOfSpace(

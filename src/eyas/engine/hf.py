@@ -205,6 +205,12 @@ class HfEngine:
             if started is not None:
                 started.wait()
 
+    @torch.inference_mode()
+    def hidden_states(self, token_ids: npt.NDArray[np.int32]) -> dict[int, npt.NDArray[np.float32]]:
+        """`[T, H]` float32 of one sequence by hidden-state index, for every auxiliary layer of this engine."""
+        states = self._forward(self._load(), [token_ids])
+        return {k: states[hidden_field(k)][0].float().cpu().numpy() for k in self._aux_layers}
+
     def close(self) -> None:
         """Let go of the model; answers that were given stay valid."""
         if self._loaded is not None:

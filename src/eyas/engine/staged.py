@@ -9,17 +9,20 @@ only into a run that exists: what belongs to no run is never written.
 
 A file is safetensors: `token_ids` `[T]` int32 as the engine processed them, then each field `[T, H]`. Its
 `__metadata__` names the request, so that a file of another run or another request can never be taken for an answer, and
-the digest of everything behind the header.
+two digests: of the header itself and of everything behind it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
+import stat
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-VERSION = "1"
+VERSION = "2"
 OWNER = "owner"
 TOKEN_IDS = "token_ids"
 CODES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -38,7 +41,12 @@ MAX_HEADER_BYTES = 1 << 20
 """No header is near this: a larger size is not one of ours."""
 MAX_PARTS = 512  # below IOV_MAX (1024) on every Linux
 _RUN = re.compile(r"[0-9a-f]{16}")
-_NAME = re.compile(r"eyas\.([0-9a-f]{16})\.([0-9]{1,18})\.([a-z]*)\.([0-9]{1,10})")
+_REMOVED = re.compile(r"\.[0-9a-f]{16}\.(new|gone)")
+_NAME = re.compile(r"eyas\.([0-9a-f]{16})\.(0|[1-9][0-9]{0,17})\.([a-z]*)\.([1-9][0-9]{0,9})")
+_UNSTATED = "0" * 32
+"""Stands for the header's digest while that is computed."""
+_NEW_PATIENCE_S = 3600
+"""Making a run takes no time: a directory that is still being made after this was left by a killed process."""
 
 HELLO = "h"
 """Flag: tell what you are, stage nothing."""
@@ -102,6 +110,7 @@ def header(
             "fields": ",".join(fields),
             "last_hidden_norm": last_hidden_norm,
             "digest": digest,
+            "header_digest": _UNSTATED,
         },
         TOKEN_IDS: {"dtype": "I32", "shape": [name.num_tokens], "data_offsets": [0, 4 * name.num_tokens]},
     }
@@ -116,6 +125,7 @@ def header(
         at += size
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    text = text.replace(_UNSTATED.encode(), xxhash.xxh3_128_hexdigest(text).encode(), 1)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -138,9 +148,17 @@ def write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
         finally:
             os.close(fd)
         temporary.rename(path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_failure(path: Path, why: str) -> None:
+    """Say beside `path` why it is not there; without a word where the file system has no room for one."""
+    try:
+        write(failed(path), [why.encode()])
+    except OSError:
+        os.close(os.open(failed(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
 
 
 def _share_with_owner(fd: int, directory: Path) -> None:
@@ -149,7 +167,7 @@ def _share_with_owner(fd: int, directory: Path) -> None:
     if owner.st_uid != os.geteuid():
         try:
             os.fchown(fd, owner.st_uid, owner.st_gid)
-        except PermissionError:
+        except OSError:  # not root, or the owner is unknown in this container
             os.fchmod(fd, 0o644)
 
 
@@ -196,40 +214,46 @@ def parse(view: memoryview, path: Path, name: RequestName, rank: int = 0) -> Sta
     size = int.from_bytes(view[:8], "little")
     if len(view) < 8 or size > min(MAX_HEADER_BYTES, len(view) - 8):
         raise StagedError(f"{path}: {len(view)} bytes with a header of {size}: not a staged file")
-    body = view[8 + size :]
+    text, body = bytes(view[8 : 8 + size]), view[8 + size :]
     try:
-        tensors = json.loads(bytes(view[8 : 8 + size]))
+        tensors = json.loads(text)
         metadata = tensors.pop("__metadata__")
-        shapes = {field: (t["dtype"], tuple(t["shape"]), tuple(t["data_offsets"])) for field, t in tensors.items()}
-        names = metadata["fields"].split(",")
         version, request, stated = metadata["eyas.staged"], metadata["request"], metadata["digest"]
-        norm, stated_rank = metadata["last_hidden_norm"], metadata["rank"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        if version == VERSION:
+            names = metadata["fields"].split(",")
+            norm, stated_rank, header_digest = (metadata[k] for k in ("last_hidden_norm", "rank", "header_digest"))
+            unstated = text.replace(header_digest.encode(), _UNSTATED.encode(), 1)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise StagedError(f"{path}: its header cannot be read") from None
     if version != VERSION:
         raise StagedError(f"{path}: staged file version {version}, this is {VERSION}: give server and client one eyas")
+    if xxhash.xxh3_128_hexdigest(unstated) != header_digest:
+        raise StagedError(f"{path}: its header is not the one that was written")
     if request != str(name) or stated_rank != str(rank):
         raise StagedError(f"{path}: holds request {request} of rank {stated_rank}, not {name} of rank {rank}")
     fields: dict[str, tuple[str, tuple[int, int], memoryview]] = {}
-    dtypes = {code: dtype for dtype, code in CODES.items()}
-    at = 4 * name.num_tokens
-    if shapes.get(TOKEN_IDS) != ("I32", (name.num_tokens,), (0, at)) or set(shapes) != {TOKEN_IDS, *names}:
+    num_rows = name.num_tokens
+    at = 4 * num_rows
+    of_ids = {"dtype": "I32", "shape": [num_rows], "data_offsets": [0, at]}
+    if tensors.get(TOKEN_IDS) != of_ids or tensors.keys() != {TOKEN_IDS, *names}:
         raise StagedError(f"{path}: its header does not fit its fields")
     for field in names:
-        code, shape, (start, end) = shapes[field]
-        dtype = dtypes.get(code, "")
-        if len(shape) != 2 or shape[0] != name.num_tokens or start != at or not dtype:
-            raise StagedError(f"{path}: {field} is {code} {list(shape)} at {start}, which cannot be")
-        if end - start != shape[0] * shape[1] * ITEM_BYTES[dtype]:
-            raise StagedError(f"{path}: {field} has {end - start} bytes, its shape says otherwise")
-        fields[field] = (dtype, (int(shape[0]), int(shape[1])), body[start:end])
-        at = end
+        entry = tensors[field]
+        for dtype, code in CODES.items():
+            shape = entry.get("shape") if isinstance(entry, dict) and entry.get("dtype") == code else None
+            width = shape[1] if isinstance(shape, list) and len(shape) == 2 else 0
+            end = at + num_rows * width * ITEM_BYTES[dtype] if type(width) is int and width > 0 else -1
+            if end > at and entry == {"dtype": code, "shape": [num_rows, width], "data_offsets": [at, end]}:
+                fields[field] = (dtype, (num_rows, width), body[at:end])
+                at = end
+                break
+        else:
+            raise StagedError(f"{path}: {field} is {entry} at byte {at}, which cannot be")
     if at != len(body):
         raise StagedError(f"{path}: {len(body)} bytes behind the header, {at} stated")
     if digest_of([body]) != stated:
         raise StagedError(f"{path}: its bytes are not those that were written")
-    ids = np.frombuffer(body[: 4 * name.num_tokens], dtype="<i4")
-    return Staged(ids, fields, norm)
+    return Staged(np.frombuffer(body[: 4 * num_rows], dtype="<i4"), fields, norm)
 
 
 class Run:
@@ -256,22 +280,31 @@ class Run:
 
     def close(self) -> None:
         """Remove the directory: what the server still writes for this run goes nowhere."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         os.close(self._fd)
 
 
 def runs(staging: Path) -> list[Path]:
-    """The runs of a staging directory; foreign files are not ours to look at."""
+    """The runs of a staging directory, other users' too; foreign files are not ours to look at."""
     try:
-        return sorted(path for path in staging.iterdir() if _RUN.fullmatch(path.name) and (path / OWNER).exists())
+        return sorted(path for path in staging.iterdir() if _RUN.fullmatch(path.name) and _is_run(path))
     except OSError:
         return []
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode) and stat.S_ISREG((path / OWNER).lstat().st_mode)
+    except PermissionError:
+        return True  # another user's: nobody else looks into it
+    except OSError:
+        return False
 
 
 def is_dead(run: Path) -> bool:
     """Whether nobody holds the run's owner file any more."""
     try:
-        fd = os.open(run / OWNER, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(run / OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False  # just gone, or another user's: not ours to judge
     try:
@@ -288,8 +321,43 @@ def remove_dead_runs(staging: Path) -> tuple[int, int]:
     removed = num_bytes = 0
     for run in runs(staging):
         if is_dead(run):
-            sizes = [path.stat().st_size for path in run.iterdir() if path.is_file()]
-            shutil.rmtree(run, ignore_errors=True)
-            if not run.exists():
-                removed, num_bytes = removed + 1, num_bytes + sum(sizes)
+            size = _size(run)
+            if _remove(run):
+                removed, num_bytes = removed + 1, num_bytes + size
+    # What was killed while it made or removed a run.
+    for path in staging.glob(".*"):
+        if _REMOVED.fullmatch(path.name) and (path.suffix == ".gone" or _age_s(path) > _NEW_PATIENCE_S):
+            shutil.rmtree(path, ignore_errors=True)
     return removed, num_bytes
+
+
+def _remove(run: Path) -> bool:
+    """Remove a run's directory, whatever is being written into it; False when somebody else did."""
+    # Out of the writers' way first: a file that appears while its directory is emptied would keep that, without an
+    # owner file and so for ever.
+    gone = run.with_name(f".{run.name}.gone")
+    try:
+        run.rename(gone)
+    except OSError:
+        return False
+    shutil.rmtree(gone, ignore_errors=True)
+    return not gone.exists()
+
+
+def _size(directory: Path) -> int:
+    """Bytes of the files in a directory that others may be removing."""
+    total = 0
+    try:
+        for path in directory.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                total += path.lstat().st_size
+    except OSError:
+        pass
+    return total
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.lstat().st_mtime
+    except OSError:
+        return 0.0

@@ -8,6 +8,7 @@ Letters: `T` tokens of a request, `R` rows of a forward (the tokens of all its r
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -32,6 +33,10 @@ Bytes = npt.NDArray[np.uint8]
 
 FULL = "full"
 """Reason of a failure that passes: the staging directory, its file system or the host pool has no room just now."""
+TOO_LARGE = "too_large"
+"""Reason of a failure that does not: the request alone is more than there ever is room for."""
+NO_DIRECTORY = "no_directory"
+ROWS = "rows"
 PARTIAL_PATIENCE = 64
 """Forwards after which the chunks of a request that sent no further one are dropped: it was aborted."""
 
@@ -62,9 +67,13 @@ class _Rows:
 class _Partial:
     """A request whose prompt comes in chunks."""
 
+    num_bytes: int
+    """Of its file: reserved from the first chunk on, until it failed."""
+    seen_at: int
+    why_not: dict[str, Any] | None
+    """The answer of a chunk that could not be taken is that of the later ones too: the server tells the last alone."""
     rows: list[_Rows] = field(default_factory=list)
     num_rows: int = 0
-    seen_at: int = 0
 
 
 class Stager:
@@ -86,6 +95,8 @@ class Stager:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._partials: dict[str, _Partial] = {}
         self._forwards = 0
+        self._free: int | None = None
+        """Of this forward: asking is not free."""
         self._lock = threading.Lock()
         self._files: dict[Path, int] = {}
         self._writing_bytes = 0
@@ -109,27 +120,38 @@ class Stager:
         """
         self._forwards += 1
         self._drop_aborted()
-        starts = np.concatenate([[0], np.cumsum(num_rows)]).tolist()
+        starts = [0, *itertools.accumulate(num_rows)]
+        short = [f for f, tensor in ({TOKEN_IDS: token_ids} | dict(fields)).items() if len(tensor) < starts[-1]]
+        if short:
+            raise ValueError(f"{', '.join(short)}: fewer rows than the {starts[-1]} of the batch")
         wanted = [i for i, name in enumerate(names) if name is not None]
         answers: list[dict[str, Any] | None] = [None] * len(names)
         copied: _Rows | None = None
+        self._free = None
         for i in wanted:
             name = names[i]
             assert name is not None
             of_request = {f: t for f, t in fields.items() if f not in neighbours or staged.NEIGHBOURS in name.flags}
-            why = self._why_not(name, num_rows[i], prefix_rows[i], of_request)
-            if why is None and copied is None:
+            num_bytes = name.num_tokens * (4 + sum(_row_bytes(tensor) for tensor in of_request.values()))
+            partial = self._partials.get(str(name))
+            if partial is None or prefix_rows[i] == 0:
+                self._partials.pop(str(name), None)  # the server began anew
+                why_not = self._why_not(name, prefix_rows[i], num_bytes)
+                # From here on its bytes are counted, for the other requests of this forward too.
+                partial = self._partials[str(name)] = _Partial(num_bytes, self._forwards, why_not)
+            if partial.why_not is None:
+                partial.why_not = _misfit(name, partial, num_rows[i], prefix_rows[i])
+            if partial.why_not is None and copied is None:
                 copied = self._copy(starts[wanted[0]], starts[wanted[-1] + 1], token_ids, fields)
                 if copied is None:
-                    why = self._full(f"the host pool of {self._limits.pool_bytes} bytes is full")
-            if why is not None or copied is None:
-                self._partials.pop(str(name), None)
-                self.counts["failed"] += 1
-                answers[i] = why or self._full(f"the host pool of {self._limits.pool_bytes} bytes is full")
-                continue
-            begin = starts[i] - starts[wanted[0]]
-            rows = _slice(copied, begin, begin + num_rows[i], of_request)
-            answers[i] = self._continue(name, rows, num_rows[i], of_request)
+                    partial.why_not = self._no_pool(name, of_request)
+            if partial.why_not is None:
+                assert copied is not None
+                begin = starts[i] - starts[wanted[0]]
+                rows = _slice(copied, begin, begin + num_rows[i], of_request)
+                answers[i] = self._continue(name, partial, rows, num_rows[i], of_request)
+            else:
+                answers[i] = self._refuse(name, partial, prefix_rows[i] + num_rows[i])
         return answers
 
     def close(self) -> None:
@@ -146,62 +168,93 @@ class Stager:
             "min_free": self._limits.min_free_bytes,
         }
 
-    def _why_not(
-        self, name: RequestName, num_rows: int, prefix_rows: int, fields: Mapping[str, torch.Tensor]
-    ) -> dict[str, Any] | None:
-        """Why a request's rows cannot be taken, as its answer."""
-        partial = self._partials.get(str(name))
-        have = partial.num_rows if partial is not None else 0
-        if prefix_rows != have:
+    def _why_not(self, name: RequestName, prefix_rows: int, num_bytes: int) -> dict[str, Any] | None:
+        """Why a request cannot be begun, as its answer."""
+        if prefix_rows:
+            return None  # _misfit says it
+        directory = name.path(self.staging).parent
+        if not directory.is_dir():
             return _refusal(
-                f"{prefix_rows} of {name.num_tokens} rows come from a prefix cache or were lost, {have} are here: run "
-                "the server with its radix cache off",
-                "rows",
+                f"the server sees no directory {directory}: it runs on another host or in another container than the "
+                "client, or the client is gone",
+                NO_DIRECTORY,
             )
-        if have + num_rows > name.num_tokens:
-            return _refusal(f"{have + num_rows} rows for {name.num_tokens} tokens", "rows")
-        if have:
-            return None
-        if not name.path(self.staging).parent.is_dir():
+        if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
             return _refusal(
-                f"the server sees no directory {name.path(self.staging).parent}: it runs on another host or in another "
-                "container than the client, or the client is gone",
-                "no_directory",
+                f"the server, uid {os.geteuid()}, cannot write into {directory}: run client and server as one user, or "
+                "the server as root",
+                NO_DIRECTORY,
             )
-        need = name.num_tokens * (8 + sum(_row_bytes(tensor) for tensor in fields.values()))
-        if self._staged_bytes() + need > self._limits.staged_bytes:
+        limits = self._limits
+        if num_bytes > limits.staged_bytes:
+            return _refusal(
+                f"its states take {num_bytes} bytes, {limits.staged_bytes} may be staged in all: give the server more "
+                "staged_bytes, or leave out so long a sample",
+                TOO_LARGE,
+            )
+        if self._staged_bytes() + num_bytes > limits.staged_bytes:
             self._forget_taken()
         held = self._staged_bytes()
-        if held + need > self._limits.staged_bytes:
-            return self._full(f"{held} of {self._limits.staged_bytes} staged bytes are in use, {need} more asked for")
-        free = free_bytes(self.staging)
-        if need + self._limits.min_free_bytes > free:
+        if held + num_bytes > limits.staged_bytes:
+            return self._full(f"{held} of {limits.staged_bytes} staged bytes are in use, {num_bytes} more asked for")
+        coming = self._coming_bytes()
+        if self._free is None:
+            self._free = free_bytes(self.staging)
+        if num_bytes + coming + limits.min_free_bytes > self._free:
             return self._full(
-                f"{free} bytes are free in {self.staging}, {need} asked for, {self._limits.min_free_bytes} must stay"
+                f"{self._free} bytes are free in {self.staging}, {coming} of them promised, {num_bytes} asked for, "
+                f"{limits.min_free_bytes} must stay"
             )
         return None
 
+    def _no_pool(self, name: RequestName, fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        need = name.num_tokens * (8 + sum(_row_bytes(tensor) for tensor in fields.values()))
+        limit = self._limits.pool_bytes
+        if need > limit:
+            return _refusal(f"its states take {need} bytes of host memory, the pool has {limit}", TOO_LARGE)
+        return self._full(f"the host pool of {limit} bytes is full")
+
     def _full(self, why: str) -> dict[str, Any]:
-        self.counts["full"] += 1
+        self._count("full")
         return {"error": why, "reason": FULL, "retry": True}
 
+    def _refuse(self, name: RequestName, partial: _Partial, rows_seen: int) -> dict[str, Any]:
+        """The answer of a request that failed; its memory is let go, the reason stays until its last chunk."""
+        assert partial.why_not is not None
+        if partial.num_bytes:
+            self._count("failed")
+        partial.rows.clear()
+        partial.num_bytes, partial.seen_at = 0, self._forwards
+        if rows_seen >= name.num_tokens:
+            del self._partials[str(name)]
+        return dict(partial.why_not)
+
     def _continue(
-        self, name: RequestName, rows: _Rows, num_rows: int, fields: Mapping[str, torch.Tensor]
+        self,
+        name: RequestName,
+        partial: _Partial,
+        rows: _Rows,
+        num_rows: int,
+        fields: Mapping[str, torch.Tensor],
     ) -> dict[str, Any]:
-        partial = self._partials.setdefault(str(name), _Partial())
         partial.rows.append(rows)
         partial.num_rows += num_rows
         partial.seen_at = self._forwards
         if partial.num_rows < name.num_tokens:
             return {"pending": partial.num_rows}
-        del self._partials[str(name)]
         path = name.path(self.staging, self._rank)
         layout = {f: (str(tensor.dtype).removeprefix("torch."), tensor.shape[1]) for f, tensor in fields.items()}
-        num_bytes = name.num_tokens * (4 + sum(_row_bytes(tensor) for tensor in fields.values()))
         with self._lock:
-            self._writing_bytes += num_bytes
-        self._writers.submit(self._write, name, path, partial.rows, layout, num_bytes)
-        return {"path": str(path), "bytes": num_bytes}
+            del self._partials[str(name)]
+            self._writing_bytes += partial.num_bytes
+        try:
+            self._writers.submit(self._write, name, path, partial.rows, layout, partial.num_bytes)
+        except RuntimeError:  # closed
+            with self._lock:
+                self._writing_bytes -= partial.num_bytes
+            self._count("failed")
+            return {"error": "the server is shutting down", "reason": "closed", "retry": True}
+        return {"path": str(path), "bytes": partial.num_bytes}
 
     def _write(
         self,
@@ -221,19 +274,23 @@ class Stager:
             parts += [piece.fields[f].data for f in layout for piece in rows]
             head = staged.header(name, layout, self._norm, staged.digest_of(parts), self._rank)
             staged.write(path, [head, *parts])
-            with self._lock:
-                self._files[path] = num_bytes
-            self.counts["staged"] += 1
         except Exception as error:  # noqa: BLE001 - whatever it is, the request must hear of it
-            self.counts["failed"] += 1
-            logger.error("eyas: %s was not staged: %s: %s", name, type(error).__name__, error)
-            try:
-                staged.failed(path).write_text(f"{type(error).__name__}: {error}")
-            except OSError as second:
-                logger.error("eyas: nor could that be told: %s", second)
-        finally:
             with self._lock:
                 self._writing_bytes -= num_bytes
+            self._count("failed")
+            if isinstance(error, FileNotFoundError) and not path.parent.exists():
+                logger.info("eyas: %s was not staged: its client is gone", name)
+                return
+            logger.error("eyas: %s was not staged: %s: %s", name, type(error).__name__, error)
+            try:
+                staged.write_failure(path, f"{type(error).__name__}: {error}")
+            except OSError as second:
+                logger.error("eyas: nor could that be told: %s", second)
+        else:
+            with self._lock:
+                self._writing_bytes -= num_bytes
+                self._files[path] = num_bytes
+            self._count("staged")
 
     def _copy(self, start: int, end: int, token_ids: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> _Rows | None:
         """Rows `start:end` on the host, or on their way; None when the pool has no room."""
@@ -270,9 +327,22 @@ class Stager:
         arrays = {f: buffer.array for f, buffer in buffers.items()}
         return _Rows(arrays.pop(TOKEN_IDS), arrays, event)
 
-    def _staged_bytes(self) -> int:
+    def _count(self, what: str) -> None:
         with self._lock:
-            return sum(self._files.values()) + self._writing_bytes
+            self.counts[what] += 1
+
+    def _staged_bytes(self) -> int:
+        """Of files that are there and of those that are coming."""
+        with self._lock:
+            return sum(self._files.values()) + self._writing_bytes + self._partial_bytes()
+
+    def _coming_bytes(self) -> int:
+        """Promised to requests, and perhaps not yet taken from the file system."""
+        with self._lock:
+            return self._writing_bytes + self._partial_bytes()
+
+    def _partial_bytes(self) -> int:
+        return sum(partial.num_bytes for partial in self._partials.values())
 
     def _forget_taken(self) -> None:
         """Files that the client has taken are not there any more."""
@@ -281,12 +351,12 @@ class Stager:
         gone = [path for path in paths if not path.exists()]
         with self._lock:
             for path in gone:
-                del self._files[path]
+                self._files.pop(path, None)
 
     def _drop_aborted(self) -> None:
         for key in [k for k, p in self._partials.items() if self._forwards - p.seen_at > PARTIAL_PATIENCE]:
             del self._partials[key]
-            self.counts["aborted"] += 1
+            self._count("aborted")
 
 
 def free_bytes(staging: Path) -> int:
@@ -320,6 +390,19 @@ def _slice(copied: _Rows, begin: int, end: int, fields: Mapping[str, torch.Tenso
         {f: cut(copied.fields[f], _row_bytes(tensor)) for f, tensor in fields.items()},
         copied.event,
     )
+
+
+def _misfit(name: RequestName, partial: _Partial, num_rows: int, prefix_rows: int) -> dict[str, Any] | None:
+    """Why a chunk's rows are not the next ones of its request, as its answer."""
+    if prefix_rows != partial.num_rows:
+        return _refusal(
+            f"{prefix_rows} of {name.num_tokens} rows come from a prefix cache or were lost, {partial.num_rows} are "
+            "here: run the server with its radix cache off",
+            ROWS,
+        )
+    if prefix_rows + num_rows > name.num_tokens:
+        return _refusal(f"{prefix_rows + num_rows} rows for {name.num_tokens} tokens", ROWS)
+    return None
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:

@@ -51,7 +51,7 @@ class TargetHead:
         model = skeleton(load_config(files, trust_remote_code=trust_remote_code), trust_remote_code=trust_remote_code)
         structure = find(model)
         entries = tensor_entries(files)
-        prefix = _trunk_prefix(structure, entries, files)
+        prefix = trunk_prefix(structure, entries, files)
         rows_name = _rows_name(model, structure, entries, prefix, files)
         head_bias = f"{rows_name.rpartition('.')[0]}.bias"
         has_bias = getattr(structure.head, "bias", None) is not None
@@ -61,7 +61,7 @@ class TargetHead:
             norm=_norm(structure, entries, prefix, files),
             rows=entries[rows_name],
             rows_name=rows_name,
-            bias=_tensor(entries, head_bias) if has_bias else None,
+            bias=read_tensor(entries, head_bias) if has_bias else None,
             logit_map=logit_map(structure),
         )
 
@@ -111,7 +111,7 @@ class TargetHead:
         return (chosen - log_sum).numpy(), best_id.numpy()
 
 
-def _trunk_prefix(structure: Structure, entries: dict[str, TensorEntry], files: TargetFiles) -> str:
+def trunk_prefix(structure: Structure, entries: dict[str, TensorEntry], files: TargetFiles) -> str:
     """What the trunk's tensors are prefixed with in the files: often the module's name, but not always.
 
     Raises ConfigError unless exactly one prefix leads to the norm's weight and to the first and last decoder layer.
@@ -188,11 +188,11 @@ def _norm(structure: Structure, entries: dict[str, TensorEntry], prefix: str, fi
         if stored not in entries:
             raise ConfigError(f"target {files.path}: no weight file has '{stored}' of the final norm")
         owner = norm.get_submodule(name.rpartition(".")[0])
-        setattr(owner, name.rpartition(".")[2], nn.Parameter(_tensor(entries, stored), requires_grad=False))
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(read_tensor(entries, stored), requires_grad=False))
     return norm
 
 
-def _tensor(entries: dict[str, TensorEntry], name: str) -> torch.Tensor:
+def read_tensor(entries: dict[str, TensorEntry], name: str) -> torch.Tensor:
     try:
         with safe_open(entries[name].file, framework="pt") as f:
             tensor: torch.Tensor = f.get_tensor(name)

@@ -235,7 +235,7 @@ class _BodyOutput:
 
 
 @contextmanager
-def _swapped(owner: nn.Module, name: str, module: nn.Module) -> Iterator[None]:
+def swapped(owner: nn.Module, name: str, module: nn.Module) -> Iterator[None]:
     # Not setattr: a model may guard its attributes, and a device hook must stay on the real module.
     original = owner._modules[name]
     owner._modules[name] = module
@@ -249,7 +249,7 @@ def logits_of(structure: Structure, last_hidden_state: torch.Tensor) -> torch.Te
     """`[B, T, V]`: the model's own way from the normed last hidden state `[B, T, H]` to logits, without its trunk."""
     stand_in = _StandIn(structure.causal.get_submodule(structure.body_name), last_hidden_state)
     ids = torch.zeros(last_hidden_state.shape[:2], dtype=torch.long, device=last_hidden_state.device)
-    with _swapped(structure.causal, structure.body_name, stand_in):
+    with swapped(structure.causal, structure.body_name, stand_in):
         return structure.causal(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
 
 
@@ -272,7 +272,7 @@ def logit_map(structure: Structure) -> LogitMap:
     head.weight.data[0, 0] = 1.0
     head_child = structure.head_name.rpartition(".")[2]
     try:
-        with torch.no_grad(), _swapped(structure.causal, head_child, head):
+        with torch.no_grad(), swapped(structure.causal, head_child, head):
             y = logits_of(structure, states)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         raise EngineError(f"{what}: its forward cannot be run around the head alone: {_one_line(error)}") from error

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +30,11 @@ import numpy.typing as npt
 from eyas.config import EngineConfig, TargetConfig
 from eyas.engine import staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest, EngineInfo, Reference, RequestSource
+from eyas.engine.sglang.reference import LayerCheck, layer_check
 from eyas.engine.staged import RequestName, Staged, StagedError
 from eyas.errors import ConfigError, EngineError, EngineRefused, EngineUnavailable
 from eyas.log import human_bytes, human_time
-from eyas.records import CaptureSpec, Provenance, StateBlock, TokenIds, hidden_field
+from eyas.records import LAST, CaptureSpec, Provenance, StateBlock
 from eyas.target.files import open_target, quantisation, target_digest
 from eyas.values import as_float32, median_row_error
 
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 ENGINE = "sglang"
 INFO_KEY = "eyas"
 REFERENCE_SAMPLES = 8
-"""So many samples of a run are compared with the model's own layers, in this process; it is slow."""
+"""So many samples of a run have their auxiliary states computed again in this process; it is slow."""
 RANK_TOLERANCE = 1e-3
 """Median relative row error between tensor-parallel ranks: they hold the same states, reduced alike."""
 FULL_PAUSE_S = 0.05
@@ -50,11 +51,6 @@ STAGED_PATIENCE_S = 30.0
 """How long a file may take to appear after the server has answered."""
 QUIET_PATIENCE_S = 5.0
 READERS = 4
-
-HiddenReference = Callable[[TokenIds], Mapping[int, npt.NDArray[np.float32]]]
-"""`[T, H]` by hidden-state index, computed without the engine."""
-LayerReference = Callable[[int, npt.NDArray[np.float32]], npt.NDArray[np.float32]]
-"""`(k, states)`: what decoder layer `k - 1` makes of hidden state `k - 1`, `[T, H]`: hidden state `k`."""
 
 
 class SglangEngine:
@@ -69,14 +65,11 @@ class SglangEngine:
         target: TargetConfig,
         engine: EngineConfig,
         aux_layers: tuple[int, ...] | None = None,
-        *,
-        hidden_reference: HiddenReference | None = None,
-        layer_reference: LayerReference | None = None,
     ) -> None:
         self._url = engine.url.rstrip("/")
         self._target, self._config, self._aux_layers = target, engine, aux_layers
-        self._hidden_reference, self._layer_reference = hidden_reference, layer_reference
         self._references_left = REFERENCE_SAMPLES
+        self._layer_check: LayerCheck | None = None
         self._hello: dict[str, Any] = {}
         self._info: EngineInfo | None = None
         self._run: staged.Run | None = None
@@ -111,6 +104,12 @@ class SglangEngine:
         if self._run is not None:
             self._run.close()
             self._run = None
+
+    def layer_check(self) -> LayerCheck:
+        """How the auxiliary states of the first samples are checked; made when it is first needed."""
+        if self._layer_check is None:
+            self._layer_check = layer_check(self._target, self._config, self.info().spec)
+        return self._layer_check
 
     def _await_server(self, info: EngineInfo) -> None:
         """Wait for the server to come back as it was."""
@@ -158,54 +157,7 @@ class SglangEngine:
         return self._run
 
     def _ask_hello(self) -> dict[str, Any]:
-        """Ask the server what it is."""
-        name = RequestName("0" * 16, next(self._serials), 1, staged.HELLO)
-        try:
-            with httpx.Client(base_url=self._url, timeout=30.0, trust_env=False) as client:
-                response = client.post("/generate", json=generate_body(name, [1]))
-                limits = client.get("/server_info")
-                if limits.status_code == 404:
-                    limits = client.get("/get_server_info")
-        except httpx.HTTPError as error:
-            raise EngineUnavailable(
-                f"no SGLang server answers at {self._url} ({type(error).__name__}); start one with 'eyas serve', or "
-                "set engine.url",
-                engine=ENGINE,
-            ) from None
-        if response.status_code >= 500:
-            raise EngineUnavailable(
-                f"the server at {self._url} answers {response.status_code}: {_brief(response.text)}", engine=ENGINE
-            )
-        if response.status_code != 200:
-            raise EngineError(
-                f"the server at {self._url} answers {response.status_code} to POST /generate: "
-                f"{_brief(response.text)}; is it SGLang?",
-                engine=ENGINE,
-            )
-        try:
-            said = response.json()["meta_info"].get(INFO_KEY)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise EngineError(f"the server at {self._url} does not answer as SGLang does", engine=ENGINE) from None
-        hello = next((s["hello"] for s in said or () if isinstance(s, dict) and "hello" in s), None)
-        if hello is None:
-            failure = next((s["error"] for s in said or () if isinstance(s, dict) and "error" in s), None)
-            why = f"its capture plugin fails: {failure}" if failure else "it runs without the capture plugin"
-            raise EngineError(
-                f"the server at {self._url} cannot be captured from: {why}; start it with 'eyas serve', or as "
-                "'eyas serve --print' shows",
-                engine=ENGINE,
-            )
-        if hello["staged_version"] != staged.VERSION:
-            raise EngineError(
-                f"the server at {self._url} has a plugin of another eyas (staged files {hello['staged_version']}, here "
-                f"{staged.VERSION}); start it anew",
-                engine=ENGINE,
-            )
-        try:
-            hello["max_tokens"] = int(limits.json()["max_req_input_len"])
-        except (ValueError, KeyError, TypeError):
-            hello["max_tokens"] = np.iinfo(np.int32).max
-        return dict(hello)
+        return ask_hello(self._url, next(self._serials))
 
     def _info_from(self, hello: Mapping[str, Any]) -> EngineInfo:
         if self._target.path is None:
@@ -271,7 +223,9 @@ class _Session:
         self._engine, self._staging_run, self._info = engine, run, info
         self._url, self._hello = engine._url, engine._hello
         self._bytes_per_token = info.spec.bytes_per_token + 4
-        self._outcomes: queue.SimpleQueue[Outcome | BaseException] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[int, Outcome | BaseException | None]] = queue.SimpleQueue()
+        """By serial; None of one that was given up. What it held is given back by who takes it from here."""
+        self._settled: deque[tuple[int, Outcome | BaseException | None]] = deque()
         self._flights: dict[int, _Flight] = {}
         self._staged_bytes = 0
         self._tokens_in_flight = 0
@@ -310,19 +264,21 @@ class _Session:
             while self._waiting and self._fits(self._waiting[0]):
                 self._send(self._waiting.popleft())
             try:
-                outcome = self._outcomes.get(timeout=0.01)
+                self._settled.append(self._outcomes.get(timeout=0.01))
+                while True:
+                    self._settled.append(self._outcomes.get_nowait())
             except queue.Empty:
-                continue
-            while True:
+                pass
+            while self._settled:
+                serial, outcome = self._settled.popleft()
+                self._settle(serial)
                 if isinstance(outcome, BaseException):
                     self._lose()
                     raise outcome
-                yield outcome
+                if outcome is not None:
+                    yield outcome
+                # The caller counts these bytes as gone once it has written them.
                 del outcome
-                try:
-                    outcome = self._outcomes.get_nowait()
-                except queue.Empty:
-                    break
 
     def close(self) -> None:
         """Let go of the connections; what was asked and not answered is aborted by the server when they close."""
@@ -343,6 +299,7 @@ class _Session:
         """The server is gone, or useless: nothing that it was asked will be answered."""
         self.lost = True
         self._flights.clear()
+        self._settled.clear()
         self._waiting.clear()
         self.close()
         for path in self._staging_run.path.iterdir():
@@ -386,16 +343,15 @@ class _Session:
             if error.sample_id:
                 outcome = CaptureFailure(request.sample_id, request.attempt, error)
             else:
-                self._outcomes.put(error)
+                self._outcomes.put((serial, error))
                 return
         except asyncio.CancelledError:
-            self._settle(serial)
+            self._outcomes.put((serial, None))
             raise
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for answers
-            self._outcomes.put(error)
+            self._outcomes.put((serial, error))
             return
-        self._settle(serial)
-        self._outcomes.put(outcome)
+        self._outcomes.put((serial, outcome))
 
     async def _answer(self, serial: int, request: CaptureRequest) -> CaptureAnswer:
         found, _ = await self._states(serial, request)
@@ -511,11 +467,12 @@ class _Session:
             while len(self._flights) > quiet and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
                 quiet = sum(flight.request.with_reference for flight in self._flights.values())
-            layers = self._info.spec.aux_layers
-            left, self._engine._references_left = self._engine._references_left, self._engine._references_left - 1
-            by_layer = self._engine._hidden_reference is None and self._engine._layer_reference is not None
+            check = None
+            if self._engine._references_left > 0:
+                self._engine._references_left -= 1
+                check = await self._loop.run_in_executor(self._readers, self._engine.layer_check)
             flags = staged.RANKS if int(self._hello["tp_size"]) > 1 else ""
-            if left > 0 and by_layer and self._hello["neighbours"]:
+            if check is not None and check.needs_neighbours and self._hello["neighbours"]:
                 flags += staged.NEIGHBOURS
             serial = next(self._engine._serials)
             found, meta = await self._states(serial, request, flags, logprobs=True)
@@ -523,25 +480,15 @@ class _Session:
                 await self._compare_ranks(RequestName(self._staging_run.token, serial, len(request.token_ids), flags),
                                           request, found)  # fmt: skip
             hidden: dict[int, npt.NDArray[np.float32]] = {}
-            if left > 0:
-                compute = self._hidden_of if self._engine._hidden_reference is not None else self._by_layer
-                hidden = await self._loop.run_in_executor(self._readers, compute, request.token_ids, found, layers)
-            return Reference(_logprobs(meta), hidden, _blocks(found))
-
-    def _hidden_of(self, token_ids: TokenIds, _: Staged, layers: tuple[int, ...]) -> dict[int, npt.NDArray[np.float32]]:
-        assert self._engine._hidden_reference is not None
-        return dict(self._engine._hidden_reference(token_ids))
-
-    def _by_layer(self, _: TokenIds, found: Staged, layers: tuple[int, ...]) -> dict[int, npt.NDArray[np.float32]]:
-        """Each auxiliary state computed from the one before it, by that one decoder layer."""
-        hidden: dict[int, npt.NDArray[np.float32]] = {}
-        compute = self._engine._layer_reference
-        for k in layers:
-            before = found.fields.get(hidden_field(k - 1))
-            if compute is not None and before is not None:
-                dtype, (_rows, width), data = before
-                hidden[k] = compute(k, as_float32(data, dtype, width))
-        return hidden
+            if check is not None:
+                states = {
+                    int(name.removeprefix("hidden.")): as_float32(data, dtype, shape[1])
+                    for name, (dtype, shape, data) in found.fields.items()
+                    if name != LAST
+                }
+                hidden = await self._loop.run_in_executor(self._readers, check.hidden, request.token_ids, states)
+            wanted = {name: block for name, block in _blocks(found).items() if name in self._info.spec.fields}
+            return Reference(_logprobs(meta), hidden, wanted)
 
     async def _compare_ranks(self, name: RequestName, request: CaptureRequest, first: Staged) -> None:
         """Every tensor-parallel rank must hold the same states. Raises EngineError."""
@@ -587,6 +534,60 @@ class _Session:
             self._budget_tokens += self._budget_tokens // 4
         elif waiting > num_flights * 3 // 4:
             self._budget_tokens = max(self._least_tokens, self._budget_tokens * 9 // 10)
+
+
+def ask_hello(url: str, serial: int) -> dict[str, Any]:
+    """What the server at `url` says of itself; `serial` is one that was not used before.
+
+    Raises EngineUnavailable where none answers, EngineError where it cannot be captured from.
+    """
+    name = RequestName("0" * 16, serial, 1, staged.HELLO)
+    try:
+        with httpx.Client(base_url=url, timeout=30.0, trust_env=False) as client:
+            response = client.post("/generate", json=generate_body(name, [1]))
+            limits = client.get("/server_info")
+            if limits.status_code == 404:
+                limits = client.get("/get_server_info")
+    except httpx.HTTPError as error:
+        raise EngineUnavailable(
+            f"no SGLang server answers at {url} ({type(error).__name__}); start one with 'eyas serve', or "
+            "set engine.url",
+            engine=ENGINE,
+        ) from None
+    if response.status_code >= 500:
+        raise EngineUnavailable(
+            f"the server at {url} answers {response.status_code}: {_brief(response.text)}", engine=ENGINE
+        )
+    if response.status_code != 200:
+        raise EngineError(
+            f"the server at {url} answers {response.status_code} to POST /generate: "
+            f"{_brief(response.text)}; is it SGLang?",
+            engine=ENGINE,
+        )
+    try:
+        said = response.json()["meta_info"].get(INFO_KEY)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise EngineError(f"the server at {url} does not answer as SGLang does", engine=ENGINE) from None
+    hello = next((s["hello"] for s in said or () if isinstance(s, dict) and "hello" in s), None)
+    if hello is None:
+        failure = next((s["error"] for s in said or () if isinstance(s, dict) and "error" in s), None)
+        why = f"its capture plugin fails: {failure}" if failure else "it runs without the capture plugin"
+        raise EngineError(
+            f"the server at {url} cannot be captured from: {why}; start it with 'eyas serve', or as "
+            "'eyas serve --print' shows",
+            engine=ENGINE,
+        )
+    if hello["staged_version"] != staged.VERSION:
+        raise EngineError(
+            f"the server at {url} has a plugin of another eyas (staged files {hello['staged_version']}, here "
+            f"{staged.VERSION}); start it anew",
+            engine=ENGINE,
+        )
+    try:
+        hello["max_tokens"] = int(limits.json()["max_req_input_len"])
+    except (ValueError, KeyError, TypeError):
+        hello["max_tokens"] = np.iinfo(np.int32).max
+    return dict(hello)
 
 
 def generate_body(name: RequestName, token_ids: list[int], *, logprobs: bool = False) -> dict[str, Any]:

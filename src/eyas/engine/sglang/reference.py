@@ -1,0 +1,107 @@
+"""A server's auxiliary states checked without the server: by the target in this process, or by single layers of it.
+
+Letters: `T` tokens, `H` hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from eyas.config import EngineConfig, TargetConfig
+from eyas.errors import ConfigError
+from eyas.log import human_bytes
+from eyas.records import CaptureSpec, TokenIds
+from eyas.target.files import open_target, tensor_entries
+
+logger = logging.getLogger(__name__)
+
+TARGET_BYTES = 4_000_000_000
+"""Targets with larger weights are not loaded for a check."""
+LAYER_BYTES = 4_000_000_000
+
+States = Mapping[int, npt.NDArray[np.float32]]
+"""`[T, H]` by hidden-state index."""
+
+
+class LayerCheck(Protocol):
+    """Computes what a sample's hidden states should be."""
+
+    needs_neighbours: bool
+    """Whether it needs the state before each auxiliary one."""
+
+    def hidden(self, token_ids: TokenIds, states: States) -> dict[int, npt.NDArray[np.float32]]:
+        """`[T, H]` by hidden-state index: the auxiliary ones, and perhaps more, for naming the cause of a difference.
+
+        `states` are the captured ones. Empty where nothing can be computed.
+        """
+        ...
+
+
+def layer_check(target: TargetConfig, engine: EngineConfig, spec: CaptureSpec) -> LayerCheck:
+    """The check that `engine.check_layers` asks for and the target's size allows; says which one it is."""
+    assert target.path is not None
+    how = engine.check_layers
+    weight_bytes = sum(e.end - e.start for e in tensor_entries(open_target(target.path)).values())
+    if how == "auto":
+        how = "target" if weight_bytes <= TARGET_BYTES else "layer"
+    if how == "target":
+        logger.info("auxiliary states are checked against the whole target, computed here")
+        return _WholeTarget(target, spec)
+    if how == "layer":
+        logger.info("auxiliary states are checked one decoder layer at a time, computed here")
+        return _SingleLayers(target, spec)
+    logger.warning("engine.check_layers is off: nothing but the last hidden state is checked")
+    return _Nothing()
+
+
+class _WholeTarget:
+    needs_neighbours = False
+
+    def __init__(self, target: TargetConfig, spec: CaptureSpec) -> None:
+        from eyas.engine.hf import HfEngine
+
+        layers = {k + step for k in spec.aux_layers for step in (-1, 0, 1) if 0 <= k + step <= spec.num_layers}
+        config = EngineConfig(kind="hf", dtype="float32", device="cpu")
+        self._engine = HfEngine(target, config, tuple(sorted(layers)))
+
+    def hidden(self, token_ids: TokenIds, states: States) -> dict[int, npt.NDArray[np.float32]]:
+        return self._engine.hidden_states(token_ids)
+
+
+class _SingleLayers:
+    needs_neighbours = True
+
+    def __init__(self, target: TargetConfig, spec: CaptureSpec) -> None:
+        from eyas.target.layer import TargetLayers
+
+        assert target.path is not None
+        self._layers = TargetLayers(target.path, trust_remote_code=target.trust_remote_code)
+        self._spec = spec
+        self._unable: set[int] = set()
+
+    def hidden(self, token_ids: TokenIds, states: States) -> dict[int, npt.NDArray[np.float32]]:
+        found = {}
+        for k in self._spec.aux_layers:
+            if k - 1 not in states or k in self._unable:
+                continue
+            try:
+                num_bytes = self._layers.layer_bytes(k)
+                if num_bytes > LAYER_BYTES:
+                    raise ConfigError(f"decoder layer {k - 1} has {human_bytes(num_bytes)} of weights")
+                found[k] = self._layers.hidden_after(k, states[k - 1])
+            except ConfigError as error:
+                self._unable.add(k)
+                logger.warning("hidden state %d is not checked: %s", k, error)
+        return found
+
+
+class _Nothing:
+    needs_neighbours = False
+
+    def hidden(self, token_ids: TokenIds, states: States) -> dict[int, npt.NDArray[np.float32]]:
+        return {}
