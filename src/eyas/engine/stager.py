@@ -74,6 +74,7 @@ class _Partial:
     """The answer of a chunk that could not be taken is that of the later ones too: the server tells the last alone."""
     rows: list[_Rows] = field(default_factory=list)
     num_rows: int = 0
+    failed: bool = False
 
 
 class Stager:
@@ -138,7 +139,8 @@ class Stager:
                 self._partials.pop(str(name), None)  # the server began anew
                 why_not = self._why_not(name, prefix_rows[i], num_bytes)
                 # From here on its bytes are counted, for the other requests of this forward too.
-                partial = self._partials[str(name)] = _Partial(num_bytes, self._forwards, why_not)
+                partial = _Partial(0 if why_not else num_bytes, self._forwards, why_not)
+                self._partials[str(name)] = partial
             if partial.why_not is None:
                 partial.why_not = _misfit(name, partial, num_rows[i], prefix_rows[i])
             if partial.why_not is None and copied is None:
@@ -221,8 +223,9 @@ class Stager:
     def _refuse(self, name: RequestName, partial: _Partial, rows_seen: int) -> dict[str, Any]:
         """The answer of a request that failed; its memory is let go, the reason stays until its last chunk."""
         assert partial.why_not is not None
-        if partial.num_bytes:
+        if not partial.failed:
             self._count("failed")
+            partial.failed = True
         partial.rows.clear()
         partial.num_bytes, partial.seen_at = 0, self._forwards
         if rows_seen >= name.num_tokens:
@@ -342,7 +345,7 @@ class Stager:
             return self._writing_bytes + self._partial_bytes()
 
     def _partial_bytes(self) -> int:
-        return sum(partial.num_bytes for partial in self._partials.values())
+        return sum(partial.num_bytes for partial in list(self._partials.values()))
 
     def _forget_taken(self) -> None:
         """Files that the client has taken are not there any more."""
@@ -361,7 +364,10 @@ class Stager:
 
 def free_bytes(staging: Path) -> int:
     """Bytes that may still be put into `staging`: on its file system, and under the memory limit of the container."""
-    disk = os.statvfs(staging)
+    try:
+        disk = os.statvfs(staging)
+    except OSError:
+        return 0  # it is not there
     free = disk.f_bavail * disk.f_frsize
     # Files in shared memory count against the container's limit, and going over it kills, it does not fail.
     try:
