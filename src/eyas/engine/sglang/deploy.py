@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import eyas
@@ -28,8 +29,11 @@ def write_plugin(dest: Path) -> None:
         path = dest / "eyas" / module
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes((source / module).read_bytes())
+    for old in dest.glob("eyas-*.dist-info"):
+        # Two entry points would register the plugin twice.
+        shutil.rmtree(old)
     about = dest / f"eyas-{eyas.__version__}.dist-info"
-    about.mkdir(exist_ok=True)
+    about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: eyas\nVersion: {eyas.__version__}\n")
     (about / "entry_points.txt").write_text(ENTRY_POINTS)
 

@@ -63,6 +63,8 @@ class Settings:
         try:
             body = json.loads(path.read_text())
             layers = body["aux_layers"]
+            if not isinstance(layers, list | None):
+                raise TypeError(f"aux_layers is {layers!r}")
             return cls(
                 staging=Path(body["staging"]),
                 aux_layers=None if layers is None else tuple(int(k) for k in layers),
@@ -114,6 +116,8 @@ class Plugin:
         result = original(*args, **kwargs)
         model = kwargs["model"] if "model" in kwargs else args[0]
         arguments = _server_arguments()
+        if not arguments:
+            logger.warning("eyas: the server's arguments cannot be read: what contradicts capture is not refused")
         why = contradiction(arguments)
         if why is not None:
             raise CaptureSetupError(f"eyas: cannot capture: {why}")
@@ -129,8 +133,7 @@ class Plugin:
             )
         self._layers = wanted
         self._taps = Taps(model, wanted, num_layers)
-        rank = int(getattr(arguments, "tp_rank", 0) or 0) if arguments is not None else 0
-        rank = _tensor_parallel_rank(rank)
+        rank = _tensor_parallel_rank()
         self._stager = Stager(
             self._settings.staging, self._settings.limits, rank=rank, num_threads=self._settings.num_threads
         )
@@ -141,27 +144,33 @@ class Plugin:
 
     def around_logits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around `LogitsProcessor.forward(self, input_ids, hidden_states, lm_head, batch, aux_hidden_states=None)`."""
-        names: list[RequestName | None] = []
-        tapped: dict[int, torch.Tensor] = {}
         batch: Any = args[4] if len(args) > 4 else kwargs.get("logits_metadata")
-        if self._stager is not None and self._taps is not None:
-            tapped = self._taps.collect()
-            if is_prefill(batch):
-                names = [RequestName.parse(rid) for rid in batch.rids]
-        if not any(names):
-            return original(*args, **kwargs)
-        try:
-            answers = self._stage(names, batch, args, kwargs, tapped)
-        except Exception as error:
-            logger.exception("eyas: staging failed")
-            assert self._stager is not None
-            self._stager.counts["failed"] += sum(name is not None for name in names)
-            failure = {"error": f"{type(error).__name__}: {error}", "reason": "plugin", "retry": True}
-            answers = [None if name is None else dict(failure) for name in names]
+        answers = self._answers(batch, args, kwargs)
         output = original(*args, **kwargs)
         if any(answer is not None for answer in answers):
-            output.customized_info = {**(output.customized_info or {}), INFO_KEY: answers}
+            try:
+                output.customized_info = {**(output.customized_info or {}), INFO_KEY: answers}
+            except Exception:
+                logger.exception("eyas: this server's answers cannot carry ours")
         return output
+
+    def _answers(
+        self, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Sequence[Mapping[str, Any] | None]:
+        """What the answers of a forward's requests say; whatever goes wrong here is told there."""
+        if self._stager is None or self._taps is None:
+            return ()
+        tapped = self._taps.collect()
+        names = names_of(batch)
+        if not any(names):
+            return ()
+        try:
+            return self._stage(names, batch, args, kwargs, tapped)
+        except Exception as error:
+            logger.exception("eyas: staging failed")
+            self._stager.counts["failed"] += sum(name is not None for name in names)
+            failure = {"error": f"{type(error).__name__}: {error}", "reason": "plugin", "retry": True}
+            return [None if name is None else dict(failure) for name in names]
 
     def _stage(
         self,
@@ -197,7 +206,7 @@ class Plugin:
         assert self._stager is not None
         return {"hello": {**self._about, "room": self._stager.room(), "counts": dict(self._stager.counts)}}
 
-    def _describe(self, model: Any, config: Any, arguments: Any, rank: int) -> dict[str, Any]:
+    def _describe(self, model: Any, config: Any, arguments: Mapping[str, Any], rank: int) -> dict[str, Any]:
         parameter = embedding_weight(model)
         cuda = parameter.is_cuda
         assert self._taps is not None
@@ -206,8 +215,8 @@ class Plugin:
             "sglang": sglang_version(),
             "torch": str(torch.__version__),
             "architecture": type(model).__name__,
-            "model_path": str(getattr(arguments, "model_path", "")),
-            "quantization": str(getattr(arguments, "quantization", None) or "none"),
+            "model_path": str(arguments.get("model_path", "")),
+            "quantization": str(arguments.get("quantization") or "none"),
             "num_layers": int(config.num_hidden_layers),
             "hidden_size": int(config.hidden_size),
             "vocab_size": int(config.vocab_size),
@@ -217,11 +226,11 @@ class Plugin:
             "neighbours": self._taps.can_have_neighbours,
             "last_hidden_norm": "post",
             "tp_rank": rank,
-            "tp_size": int(getattr(arguments, "tp_size", 1) or 1),
+            "tp_size": int(arguments.get("tp_size", 1) or 1),
             "device": torch.cuda.get_device_name(parameter.device) if cuda else "cpu",
-            "attention": str(getattr(arguments, "attention_backend", None)),
-            "chunked_prefill_size": getattr(arguments, "chunked_prefill_size", None),
-            "max_prefill_tokens": getattr(arguments, "max_prefill_tokens", None),
+            "attention": str(arguments.get("attention_backend")),
+            "chunked_prefill_size": arguments.get("chunked_prefill_size"),
+            "max_prefill_tokens": arguments.get("max_prefill_tokens"),
             "staging": str(self._settings.staging),
             "host": socket.gethostname(),
             "uid": os.geteuid(),
@@ -250,12 +259,12 @@ class Taps:
             self._by_setter = set(middle)
         else:
             for k in middle:
-                self._tap_before(decoder_layers(model)[k], k)
+                self._tap_before(decoder_layers(model, num_layers)[k], k)
         if 0 in layers:
-            self._tap_before(decoder_layers(model)[0], 0)
+            self._tap_before(decoder_layers(model, num_layers)[0], 0)
         if num_layers in layers:
-            self._tap_norm(final_norm(model), num_layers)
-        self.can_have_neighbours = self._inner is not None and hasattr(self._inner, "layers_to_capture")
+            self._tap_norm(final_norm(model, num_layers), num_layers)
+        self.can_have_neighbours = self._inner is not None
         if self.can_have_neighbours:
             self._inner.register_forward_pre_hook(self._choose, with_kwargs=True)
 
@@ -275,15 +284,12 @@ class Taps:
     def _choose(self, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Before a forward: with a request that asks for it, capture the state before each auxiliary one too."""
         batch = next((v for v in (*args, *kwargs.values()) if hasattr(v, "rids")), None)
-        asked = False
-        if batch is not None and is_prefill(batch):
-            names = [RequestName.parse(rid) for rid in batch.rids]
-            asked = any(name is not None and staged.NEIGHBOURS in name.flags for name in names)
+        asked = any(name is not None and staged.NEIGHBOURS in name.flags for name in names_of(batch))
         layers = set(self._layers)
         if asked:
             layers |= {k - 1 for k in self._layers if k > 1}
         self.active = tuple(sorted(layers))
-        self._inner.layers_to_capture = self.by_setter(self.active)
+        _capture_in(self._inner, self.by_setter(self.active))
 
     def _tap_before(self, layer: Any, k: int) -> None:
         """Keep the residual stream as it enters `layer`."""
@@ -292,6 +298,11 @@ class Taps:
             raise CaptureSetupError(
                 f"eyas: {type(layer).__name__} takes no 'hidden_states': hidden state {k} cannot be captured here; "
                 "choose other capture.aux_layers"
+            )
+        if k > 0 and any(name.endswith("_boundary") for name in vars(layer) | layer._modules):
+            raise CaptureSetupError(
+                f"eyas: {type(layer).__name__} keeps the residual stream outside its layers and the model has no "
+                f"set_eagle3_layers_to_capture: hidden state {k} cannot be captured here"
             )
 
         def hook(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -311,7 +322,7 @@ class Taps:
 
         def after(_: Any, __: Any, output: Any) -> None:
             if isinstance(output, tuple) and len(output) > 1:
-                self._tapped[k] = output[1]
+                self._tapped[k] = output[1].clone()  # a buffer that the server uses again
 
         norm.register_forward_pre_hook(before, with_kwargs=True)
         norm.register_forward_hook(after)
@@ -325,7 +336,13 @@ def set_and_read_back(model: Any, setter: Callable[[list[int]], None], layers: S
     """
     seen = []
     for asked in ([k - 1 for k in layers], list(layers)):
-        setter(asked)
+        for module in model.modules():
+            _mark(module, ())  # setters add marks, they take none away
+        try:
+            setter(asked)
+        except (IndexError, ValueError, AssertionError) as error:
+            seen.append(f"{asked} raised {type(error).__name__}: {error}")
+            continue
         inner = next((m for m in model.modules() if _captured_by(m)), None)
         found = _captured_by(inner) if inner is not None else None
         if found == list(layers):
@@ -338,15 +355,32 @@ def set_and_read_back(model: Any, setter: Callable[[list[int]], None], layers: S
 
 
 def _captured_by(module: Any) -> list[int] | None:
-    """The layers before which a module captures, in either of SGLang's two ways of saying it."""
+    """The layers before which a module captures, in either of SGLang's two ways of saying it; marks are what counts."""
+    marks = _marks(module)
+    if any(mark is not None for mark in marks):
+        return [i for i, mark in enumerate(marks) if mark] or None
     listed = getattr(module, "layers_to_capture", None)
-    if listed:
-        return sorted(int(k) for k in listed)
+    return sorted(int(k) for k in listed) if listed else None
+
+
+def _capture_in(module: Any, layers: Sequence[int]) -> None:
+    """Make a module that was set up capture before `layers`."""
+    if hasattr(module, "layers_to_capture"):
+        module.layers_to_capture = list(layers)
+    _mark(module, layers)
+
+
+def _marks(module: Any) -> list[bool | None]:
     layers = getattr(module, "layers", None)
-    if isinstance(layers, torch.nn.ModuleList):
-        marked = [i for i, layer in enumerate(layers) if getattr(layer, "_is_layer_to_capture", False)]
-        return marked or None
-    return None
+    if not isinstance(layers, torch.nn.ModuleList):
+        return []
+    return [getattr(layer, "_is_layer_to_capture", None) for layer in layers]
+
+
+def _mark(module: Any, layers: Sequence[int]) -> None:
+    if any(mark is not None for mark in _marks(module)):
+        for i, layer in enumerate(module.layers):
+            layer._is_layer_to_capture = i in layers
 
 
 def layers_of(
@@ -383,25 +417,61 @@ def is_prefill(batch: Any) -> bool:
     )
 
 
-def contradiction(arguments: Any) -> str | None:
-    """Why a server started with these arguments cannot be captured from; None when it can."""
-    if arguments is None:
+def names_of(batch: Any) -> list[RequestName | None]:
+    """The requests of a batch that extends sequences, None for those that are not ours; empty for any other batch."""
+    if not is_prefill(batch):
+        return []
+    return [RequestName.parse(rid) if isinstance(rid, str) else None for rid in batch.rids]
+
+
+def contradiction(arguments: Mapping[str, Any]) -> str | None:
+    """Why a server started with these arguments, resolved, cannot be captured from; None when it can."""
+    if not arguments:
         return None
 
-    def value(name: str, default: Any = None) -> Any:
-        return getattr(arguments, name, default)
+    def size(name: str) -> int:
+        return int(arguments.get(name) or 1)
 
-    if value("speculative_algorithm"):
+    if arguments.get("speculative_algorithm"):
         return "speculation is on (--speculative-algorithm): captured rows would be mixed with drafted ones"
-    if (value("pp_size", 1) or 1) > 1:
+    if size("pp_size") > 1:
         return "pipeline parallelism (--pp-size) splits the layers over processes; use --tp-size"
-    if value("enable_dp_attention", False):
-        return "DP attention (--enable-dp-attention) splits requests over ranks; only rank 0 stages"
-    if not value("disable_radix_cache", False):
+    if arguments.get("enable_dp_attention") or size("attn_dp_size") > 1:
+        return (
+            "DP attention (--enable-dp-attention, --attn-dp-size) splits requests over ranks; only rank 0 stages; use "
+            "--tp-size alone"
+        )
+    if size("attn_cp_size") > 1:
+        return "context parallelism (--attn-cp-size) splits a prompt over ranks; use --tp-size"
+    if arguments.get("enable_two_batch_overlap"):
+        return "two-batch overlap is on: it captures no auxiliary states; start without --enable-two-batch-overlap"
+    if not arguments.get("disable_radix_cache"):
         return "the radix cache is on: rows of a cached prefix are never computed; start with --disable-radix-cache"
-    if value("enable_flashinfer_allreduce_fusion", False):
-        return "all-reduce fusion is on: auxiliary states would be one rank's partial sums"
+    backend = _prefill_graphs(arguments.get("cuda_graph_config"))
+    if backend not in (None, "disabled"):
+        return (
+            f"prefill runs in CUDA graphs ({backend}), where nothing can be looked at; start with "
+            "--cuda-graph-backend-prefill disabled"
+        )
+    # SGLang turns it on by itself for most mixtures of experts on more than one GPU.
+    if size("tp_size") > 1 and arguments.get("flashinfer_allreduce_fusion_backend"):
+        return (
+            "all-reduce fusion is on: auxiliary states would be one rank's partial sums; start with "
+            "--enforce-disable-flashinfer-allreduce-fusion"
+        )
+    if size("tp_size") > 1 and arguments.get("enable_aiter_allreduce_fusion"):
+        return (
+            "all-reduce fusion is on: auxiliary states would be one rank's partial sums; start without "
+            "--enable-aiter-allreduce-fusion"
+        )
     return None
+
+
+def _prefill_graphs(config: Any) -> str | None:
+    """Which backend captures prefill in graphs, by SGLang's `cuda_graph_config`, an object or written out."""
+    prefill = config.get("prefill") if isinstance(config, Mapping) else getattr(config, "prefill", None)
+    backend = prefill.get("backend") if isinstance(prefill, Mapping) else getattr(prefill, "backend", None)
+    return None if backend is None else str(getattr(backend, "value", backend))
 
 
 def text_config(model: Any) -> Any:
@@ -410,17 +480,21 @@ def text_config(model: Any) -> Any:
     return next((c for name in ("text_config", "llm_config") if (c := getattr(config, name, None)) is not None), config)
 
 
-def decoder_layers(model: Any) -> Any:
-    """The list of decoder layers: the longest list of modules that is called `layers`."""
-    lists = [m for name, m in model.named_modules() if name.split(".")[-1] == "layers" and hasattr(m, "__len__")]
-    if not lists:
-        raise CaptureSetupError(f"eyas: no decoder layers found in {type(model).__name__}")
-    return max(lists, key=len)
+def decoder_layers(model: Any, num_layers: int) -> Any:
+    """The list of decoder layers: the list of modules called `layers` that has so many; not a vision tower's."""
+    lists = [
+        (name, m) for name, m in model.named_modules() if name.split(".")[-1] == "layers" and hasattr(m, "__len__")
+    ]
+    fitting = [(name, m) for name, m in lists if len(m) == num_layers]
+    if not fitting:
+        found = ", ".join(f"{name} has {len(m)}" for name, m in lists) or "none"
+        raise CaptureSetupError(f"eyas: no list of {num_layers} decoder layers in {type(model).__name__}: {found}")
+    return min(fitting, key=lambda found: any(word in found[0] for word in ("vis", "audio", "encoder")))[1]
 
 
-def final_norm(model: Any) -> Any:
+def final_norm(model: Any, num_layers: int) -> Any:
     """The norm beside the decoder layers."""
-    layers = decoder_layers(model)
+    layers = decoder_layers(model, num_layers)
     for module in model.modules():
         if getattr(module, "layers", None) is layers and getattr(module, "norm", None) is not None:
             return module.norm
@@ -436,19 +510,20 @@ def embedding_weight(model: Any) -> torch.Tensor:
     return found
 
 
-def _server_arguments() -> Any:
+def _server_arguments() -> Mapping[str, Any]:
+    """The server's arguments as SGLang resolved them (what was given is another thing); empty where it hides them."""
     try:
-        from sglang.srt.runtime_context import get_server_args
+        from sglang.srt.runtime_context import get_context
 
-        return get_server_args()
-    except (ImportError, AttributeError, RuntimeError, AssertionError):
-        return None
+        return dict(get_context().resolved_server_args_dict())
+    except (ImportError, AttributeError, ValueError, TypeError, RuntimeError, AssertionError):
+        return {}
 
 
-def _tensor_parallel_rank(default: int) -> int:
+def _tensor_parallel_rank() -> int:
     try:
         from sglang.srt.distributed import get_tensor_model_parallel_rank
 
         return int(get_tensor_model_parallel_rank())
     except (ImportError, AttributeError, RuntimeError, AssertionError):
-        return default
+        return 0
