@@ -17,7 +17,7 @@ LEVELS: list[set[str]] = [
     {"config", "values"},
     {"target"},
     {"data", "store", "engine", "observe"},
-    {"generate", "capture"},
+    {"generate", "capture", "serve"},
     {"cli"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}

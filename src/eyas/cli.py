@@ -186,7 +186,7 @@ def plan(
     info = engine.info()
     _require_same_spec(out, info.spec)
     progress.show("plan: cutting the samples into shards", force=True)
-    found = estimate(table, tree.capture, info.spec, train_tokens_per_s=train_tokens_per_s)
+    found = estimate(table, tree.capture, info, train_tokens_per_s=train_tokens_per_s)
     if probe:
         progress.show("plan: loading the engine for a probe of 32 samples", force=True)
         speed = probe_tokens_per_s(table, tree.capture, engine, lambda text: progress.show(text, force=True))
@@ -205,6 +205,52 @@ def plan(
     _result(result, lines, as_json=as_json)
     if obstacles:
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def serve(
+    run: RunFile,
+    overrides: Overrides = None,
+    show: Annotated[
+        bool, typer.Option("--print", help="Print the server's shell command, for those who start it themselves.")
+    ] = False,
+    plugin: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only write the plugin into DIR, for a container.")
+    ] = None,
+) -> None:
+    """Start an SGLang server that captures, and keep it running: `engine.url` says where, `engine.extra` its flags."""
+    progress = _first_line("serve", run)
+    tree = config.load(run, overrides or ())
+    stop = _stop_by_event()
+    from eyas.engine.sglang.deploy import write_plugin
+    from eyas.serve.command import plan_server
+    from eyas.serve.run import prepare, running_server
+    from eyas.serve.run import serve as stage
+
+    if plugin is not None:
+        write_plugin(plugin)
+        progress.close()
+        _print(
+            f"{plugin}: put it first on the server's PYTHONPATH, set EYAS_CAPTURE to the settings file, and mount the "
+            f"staging directory at the same path; 'eyas serve {run} --print' shows the command and writes the settings"
+        )
+        return
+    _need_directory(tree.capture.out, "capture.out")
+    server = plan_server(tree.serve, tree.engine, tree.target, tree.capture)
+    running = None if show else running_server(server)
+    if running is not None:
+        progress.close()
+        _print(f"{running}\nnext: eyas capture {run}")
+        return
+    limits = prepare(server, tree.data.samples, config.dump(tree))
+    if show:
+        progress.close()
+        _print(server.shell())
+        return
+    try:
+        stage(server, limits, progress, stop, next_command=f"eyas capture {run}")
+    finally:
+        progress.close()
 
 
 @app.command()
@@ -304,9 +350,17 @@ def verify(
 def status(root: DataSetDir, as_json: AsJson = False) -> None:
     """Say where a capture stands, from any shell, while it runs or after it was killed."""
     from eyas.capture.status import status as look
+    from eyas.serve.status import server_status
+    from eyas.store.layout import Layout
 
+    server = server_status(root)
+    about_server = {"server": None if server is None else dataclasses.asdict(server)}
+    server_lines = [] if server is None else server.lines()
+    if server is not None and not Layout(root).head.exists():
+        _result(about_server, [f"{root}: nothing is captured yet", *server_lines], as_json=as_json)
+        return
     found = look(root)
-    _result(dataclasses.asdict(found), found.lines(), as_json=as_json)
+    _result(dataclasses.asdict(found) | about_server, [*found.lines(), *server_lines], as_json=as_json)
     if found.problems:
         raise typer.Exit(EXIT_FAILED)
 
@@ -315,13 +369,14 @@ def status(root: DataSetDir, as_json: AsJson = False) -> None:
 def watch(root: DataSetDir, interval_s: Annotated[float, typer.Option(min=0.2)] = 2.0) -> None:
     """Show the status again and again, until the capture ends."""
     from eyas.capture.status import status as look
+    from eyas.serve.status import server_status
 
     _stop_by_exception()
     while True:
-        found = look(root)
+        found, server = look(root), server_status(root)
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[2J\x1b[H")
-        _print("\n".join(found.lines()))
+        _print("\n".join([*found.lines(), *([] if server is None else server.lines())]))
         if not found.alive:
             return
         time.sleep(interval_s)

@@ -80,6 +80,31 @@ class EngineConfig(Section):
     """Options handed to the engine untouched."""
 
 
+class ServeConfig(Section):
+    """A stock SGLang server that captures; host and port are those of `engine.url`, flags those of `engine.extra`."""
+
+    python: str | None = None
+    """Interpreter of the environment that has SGLang: a path, or a name on PATH; default: the one that runs eyas."""
+    staging: Path | None = None
+    """Directory in shared memory through which states come; default: `/dev/shm/eyas-<port>`."""
+    staging_bytes: int | None = Field(None, ge=1)
+    """Bytes that may lie there at one time; default: half of what is free, the container's memory limit counted."""
+    min_free_bytes: int = Field(GB, ge=0)
+    """Left free there and under the container's memory limit, whatever happens."""
+    pool_bytes: int = Field(4 * 1024**3, ge=1)
+    """Page-locked host memory of the server for copies from the GPU."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs over which the target is split."""
+    max_prefill_tokens: int = Field(16384, ge=1)
+    """Tokens in one forward of the server; a longer sample gets a forward of its own."""
+    start_timeout_s: float = Field(1800.0, gt=0.0)
+    """How long the server may load before it counts as failed."""
+    max_restarts: int = Field(5, ge=0)
+    """Restarts in a row before `serve` gives up; a server that was ready for five minutes begins a new row."""
+    backoff_s: float = Field(1.0, ge=0.0)
+    """Pause before the first restart; doubles up to 60 s."""
+
+
 class CaptureConfig(Section):
     """Samples times engine to shards."""
 
@@ -125,6 +150,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     generate: GenerateConfig = GenerateConfig()
     engine: EngineConfig = EngineConfig()
+    serve: ServeConfig = ServeConfig()
     capture: CaptureConfig = CaptureConfig()
 
 

@@ -1,0 +1,1 @@
+"""A stock SGLang server in capture mode: its command line, its process, its restarts."""

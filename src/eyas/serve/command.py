@@ -1,0 +1,213 @@
+"""From configuration to a server's command line and environment, or to a list of what does not fit."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from eyas.config import CaptureConfig, EngineConfig, ServeConfig, TargetConfig
+from eyas.errors import ConfigError
+from eyas.records import DTYPE_BYTES, default_aux_layers
+from eyas.serve.flags import as_words, contradictions, extra_flags, own_flags
+from eyas.target.files import TargetFiles, open_target
+
+MODULE = "sglang.launch_server"
+PLUGINS_VARIABLE = "SGLANG_PLUGINS"
+"""SGLang's list of the plugins that it may load; unset means all."""
+CLIENT_SHARE = 0.9
+"""Of the quota, as much as one capturing process uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What a server leaves in the data set's directory, under `server/`."""
+
+    root: Path
+
+    @property
+    def plugin(self) -> Path:
+        """On the server's PYTHONPATH."""
+        return self.root / "plugin"
+
+    @property
+    def settings(self) -> Path:
+        """What the plugin is asked for."""
+        return self.root / "capture.json"
+
+    @property
+    def log(self) -> Path:
+        """What all its servers said, one after the other."""
+        return self.root / "server.log"
+
+    @property
+    def heartbeat(self) -> Path:
+        return self.root / "heartbeat.json"
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration of the latest start."""
+        return self.root / "run.toml"
+
+
+def places_of(out: Path) -> Places:
+    """Where the server of the data set `out` has its files."""
+    return Places(out / "server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """A server that can be started: everything is decided, nothing is written yet."""
+
+    url: str
+    host: str
+    port: int
+    target: TargetFiles
+    aux_layers: tuple[int, ...]
+    bytes_per_token: int | None
+    """Of one sample's states; None where the target does not tell its dtype."""
+    staging: Path
+    places: Places
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    """What is added to the environment of whoever starts it."""
+    serve: ServeConfig
+
+    def shell(self) -> str:
+        """The command for a shell, on one line."""
+        settings = [f"{name}={value}" for name, value in self.environment.items()]
+        return shlex.join(["env", *settings, *self.argv])
+
+
+def plan_server(
+    serve: ServeConfig,
+    engine: EngineConfig,
+    target: TargetConfig,
+    capture: CaptureConfig,
+    *,
+    inherited: Mapping[str, str] = os.environ,
+) -> ServerPlan:
+    """Decide how the server is started. Raises ConfigError, one line for each problem that can be seen beforehand."""
+    problems: list[str] = []
+    if engine.kind != "sglang":
+        problems.append(
+            f"engine.kind is '{engine.kind}': set engine.kind = \"sglang\", or capture will not ask the server"
+        )
+    host, port = "", 0
+    try:
+        host, port = address(engine.url)
+    except ConfigError as error:
+        problems.append(str(error))
+    if capture.out is None:
+        problems.append("capture.out is not set; give it in the run file or as capture.out=PATH")
+    files: TargetFiles | None = None
+    if target.path is None:
+        problems.append("target.path is not set; give it in the run file or as target.path=PATH")
+    else:
+        try:
+            files = open_target(target.path)
+        except ConfigError as error:
+            problems.append(f"target.path: {error}")
+    aux_layers = capture.aux_layers
+    if files is not None:
+        num_layers = text_config(files).get("num_hidden_layers")
+        if isinstance(num_layers, int):
+            aux_layers = default_aux_layers(num_layers) if aux_layers is None else aux_layers
+            if list(aux_layers) != sorted(set(aux_layers)) or any(not 0 <= k <= num_layers for k in aux_layers):
+                problems.append(
+                    f"capture.aux_layers is {list(aux_layers)}: it must ascend, without repeats, within 0..{num_layers}"
+                )
+    python = interpreter(serve.python)
+    if python is None:
+        problems.append(
+            f"serve.python: no interpreter {serve.python}; give the path of the python that has SGLang installed"
+        )
+    problems += contradictions(engine.extra)
+    if problems or files is None or capture.out is None or python is None:
+        raise ConfigError("\n".join(problems))
+    flags = own_flags(serve, engine, model_path=str(files.path), host=host, port=port) | extra_flags(engine.extra)
+    if target.trust_remote_code:
+        flags.setdefault("trust-remote-code", True)
+    places = places_of(capture.out)
+    return ServerPlan(
+        url=engine.url.rstrip("/"),
+        host=host,
+        port=port,
+        target=files,
+        aux_layers=aux_layers or (),
+        bytes_per_token=bytes_per_token(files, str(flags.get("dtype", "auto")), aux_layers or ()),
+        staging=serve.staging if serve.staging is not None else Path(f"/dev/shm/eyas-{port}"),
+        places=places,
+        argv=(str(python), "-m", MODULE, *as_words(flags)),
+        environment=environment(places, inherited),
+        serve=serve,
+    )
+
+
+def address(url: str) -> tuple[str, int]:
+    """Host and port of `engine.url`. Raises ConfigError."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if host is None or port is None or parts.scheme != "http" or parts.path not in ("", "/"):
+        raise ConfigError(f"engine.url is '{url}': give it as http://HOST:PORT")
+    return host, port
+
+
+def interpreter(python: str | None) -> Path | None:
+    """The interpreter, its own links left alone: a virtual environment's python is one. None where there is none."""
+    found = shutil.which(str(Path(python).expanduser()) if python is not None else sys.executable)
+    return Path(found).absolute() if found else None
+
+
+def environment(places: Places, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What the server needs on top of the environment that it inherits."""
+    path = [str(places.plugin.absolute()), *filter(None, [inherited.get("PYTHONPATH")])]
+    added = {
+        "PYTHONPATH": os.pathsep.join(path),
+        "EYAS_CAPTURE": str(places.settings.absolute()),
+        "HF_HUB_OFFLINE": "1",
+    }
+    allowed = [name.strip() for name in inherited.get(PLUGINS_VARIABLE, "").split(",") if name.strip()]
+    if allowed and "eyas" not in allowed:
+        added[PLUGINS_VARIABLE] = ",".join([*allowed, "eyas"])
+    return added
+
+
+def text_config(files: TargetFiles) -> Mapping[str, Any]:
+    """The part of a target's `config.json` that is about its language model."""
+    part = files.config.get("text_config")
+    return part if isinstance(part, dict) else files.config
+
+
+def bytes_per_token(files: TargetFiles, dtype: str, aux_layers: tuple[int, ...]) -> int | None:
+    """What one token of a sample takes in the staging directory; None where it cannot be told from the files."""
+    config = text_config(files)
+    if dtype == "auto":
+        told = [holder.get(key) for holder in (config, files.config) for key in ("dtype", "torch_dtype")]
+        dtype = next((str(value) for value in told if value), "")
+    hidden_size = config.get("hidden_size")
+    if dtype not in DTYPE_BYTES or not isinstance(hidden_size, int):
+        return None
+    return (len(aux_layers) + 1) * hidden_size * DTYPE_BYTES[dtype] + 8
+
+
+def quota_problem(plan: ServerPlan, staging_bytes: int, largest_tokens: int) -> str | None:
+    """Why a sample of `largest_tokens` could never pass through the staging directory; None when it can."""
+    if plan.bytes_per_token is None:
+        return None
+    need = round(plan.bytes_per_token * largest_tokens / CLIENT_SHARE)
+    if need <= staging_bytes:
+        return None
+    return (
+        f"serve.staging_bytes: the largest sample has {largest_tokens:,} tokens and needs a quota of {need:,} bytes in "
+        f"{plan.staging}, it has {staging_bytes:,}; raise it, free shared memory, or lower data.max_tokens"
+    )
