@@ -67,7 +67,8 @@ def measure(lengths: str, target: Path, config: Any, servers: dict[str, Server],
     tokens = sum(map(len, ids))
     table = make_table(options.scratch / "samples.parquet", ids)
     plain(servers["plain"], ids[: max(8, len(ids) // 8)], options.in_flight_tokens)  # kernels of these shapes
-    for place in options.out or [options.scratch / "states"]:
+    places = options.out or [options.scratch / "states"]
+    for place in places[:1] if lengths in options.first_only else places:
         runs: list[dict[str, float]] = []
         for repeat in range(options.repeats + 1):
             run = {"plain": tokens / plain(servers["plain"], ids, options.in_flight_tokens)}
@@ -279,7 +280,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--staging", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--modes", nargs="+", default=["plain", "capture", "founding"])
     parser.add_argument("--lengths", nargs="+", default=["512", "2048", "8192", "mix"])
-    parser.add_argument("--max-length", type=int, default=8192)
+    parser.add_argument("--first-only", nargs="*", default=[], help="lengths captured to the first of --out alone")
+    parser.add_argument("--max-length", type=int, default=8190)
     parser.add_argument("--tokens", type=int, default=400_000)
     parser.add_argument("--founding-samples", type=int, default=20)
     parser.add_argument("--in-flight-tokens", type=int, default=65_536, help="of the plain runs")

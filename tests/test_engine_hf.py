@@ -425,6 +425,16 @@ def pool(limit_bytes: int = 1 << 20) -> HostPool:
     return HostPool(limit_bytes, slab_bytes=1 << 16, new_slab=lambda n: torch.zeros(n, dtype=torch.uint8))
 
 
+def test_slabs_that_are_free_make_room_for_a_larger_one() -> None:
+    pinned = pool(1 << 18)
+    small = [pinned.take(1 << 16) for _ in range(4)]
+    assert all(small) and pinned.take(1 << 17) is None
+    del small
+    assert pinned.take(1 << 17) is not None
+    assert pinned.held_bytes == 1 << 17
+    assert pinned.take(1 << 16) is not None
+
+
 def test_a_buffer_is_never_handed_out_while_anybody_sees_it() -> None:
     rng = random.Random(0)
     p = pool()

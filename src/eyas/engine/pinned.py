@@ -75,6 +75,8 @@ class HostPool:
         if found is None:
             slab_bytes = max(self._slab_bytes, size)
             if self.held_bytes + slab_bytes > self._limit_bytes:
+                self._drop_free_slabs()
+            if self.held_bytes + slab_bytes > self._limit_bytes:
                 return None
             self._slabs.append(self._new_slab(slab_bytes))
             self._free.append([(0, slab_bytes)])
@@ -98,6 +100,14 @@ class HostPool:
                         ranges[i] = (start + size, end)
                     return index, start
         return None
+
+    def _drop_free_slabs(self) -> None:
+        """Let go of slabs that no buffer covers: all of them together may be smaller than what is asked for."""
+        for index, slab in enumerate(self._slabs):
+            if self._free[index] == [(0, slab.numel())]:
+                # Its place stays: buffers know their slab by number.
+                self._slabs[index] = slab[:0].clone()
+                self._free[index] = []
 
     def _put_back(self) -> None:
         while self._returned:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from eyas.engine.sglang.client import ask_hello
+from eyas.engine.sglang.server import ask_hello
 from eyas.errors import EngineError, EngineUnavailable
 
 HEALTH_TIMEOUT_S = 30.0

@@ -1,0 +1,88 @@
+"""What is said to an SGLang server over HTTP, and what it says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import numpy as np
+
+from eyas.engine import staged
+from eyas.engine.staged import RequestName
+from eyas.errors import EngineError, EngineUnavailable
+
+ENGINE = "sglang"
+INFO_KEY = "eyas"
+"""Where an answer's `meta_info` carries what the plugin says."""
+
+
+def ask_hello(url: str, serial: int) -> dict[str, Any]:
+    """What the server at `url` says of itself; `serial` is one that was not used before.
+
+    Raises EngineUnavailable where none answers, EngineError where it cannot be captured from.
+    """
+    name = RequestName("0" * 16, serial, 1, staged.HELLO)
+    try:
+        with httpx.Client(base_url=url, timeout=30.0, trust_env=False) as client:
+            response = client.post("/generate", json=generate_body(name, [1]))
+            limits = client.get("/server_info")
+            if limits.status_code == 404:
+                limits = client.get("/get_server_info")
+    except httpx.HTTPError as error:
+        raise EngineUnavailable(
+            f"no SGLang server answers at {url} ({type(error).__name__}); start one with 'eyas serve', or "
+            "set engine.url",
+            engine=ENGINE,
+        ) from None
+    if response.status_code >= 500:
+        raise EngineUnavailable(
+            f"the server at {url} answers {response.status_code}: {brief(response.text)}", engine=ENGINE
+        )
+    if response.status_code != 200:
+        raise EngineError(
+            f"the server at {url} answers {response.status_code} to POST /generate: "
+            f"{brief(response.text)}; is it SGLang?",
+            engine=ENGINE,
+        )
+    try:
+        said = response.json()["meta_info"].get(INFO_KEY)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise EngineError(f"the server at {url} does not answer as SGLang does", engine=ENGINE) from None
+    hello = next((s["hello"] for s in said or () if isinstance(s, dict) and "hello" in s), None)
+    if hello is None:
+        failure = next((s["error"] for s in said or () if isinstance(s, dict) and "error" in s), None)
+        why = f"its capture plugin fails: {failure}" if failure else "it runs without the capture plugin"
+        raise EngineError(
+            f"the server at {url} cannot be captured from: {why}; start it with 'eyas serve', or as "
+            "'eyas serve --print' shows",
+            engine=ENGINE,
+        )
+    if hello["staged_version"] != staged.VERSION:
+        raise EngineError(
+            f"the server at {url} has a plugin of another eyas (staged files {hello['staged_version']}, here "
+            f"{staged.VERSION}); start it anew",
+            engine=ENGINE,
+        )
+    try:
+        hello["max_tokens"] = int(limits.json()["max_req_input_len"])
+    except (ValueError, KeyError, TypeError):
+        hello["max_tokens"] = np.iinfo(np.int32).max
+    return dict(hello)
+
+
+def generate_body(name: RequestName, token_ids: list[int], *, logprobs: bool = False) -> dict[str, Any]:
+    """The body of POST /generate: a prompt of token ids, and as little generation as there is."""
+    body: dict[str, Any] = {
+        "rid": str(name),
+        "input_ids": token_ids,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+    }
+    if logprobs:
+        body |= {"return_logprob": True, "logprob_start_len": 0}
+    return body
+
+
+def brief(text: str, limit: int = 300) -> str:
+    """One line of at most so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[:limit] + "…"
