@@ -886,3 +886,36 @@ def test_an_answer_of_any_other_shape_is_a_reject(out: Path, tmp_path: Path, sha
     run(table, config(out, check_fraction=0.0), engine=Odd())
     assert rejects(out).keys() == {bad}
     require_sound(out)
+
+
+def test_many_threads_write_what_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [int(n) for n in np.random.default_rng(3).integers(1, 30, 200)]
+    table = make_table(tmp_path / "samples.parquet", lengths)
+    run(table, config(tmp_path / "one", shard_tokens=400), faults=(Fault(kind="refused", every=7),))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for attempt in range(3):
+        out = tmp_path / f"many{attempt}"
+        receipt = run(table, config(out, shard_tokens=400), faults=(Fault(kind="refused", every=7),), shuffle=attempt)
+        assert receipt.pending == 0
+        assert contents(out) == contents(tmp_path / "one")
+
+
+def test_a_disk_that_fills_up_under_many_threads_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make_table(tmp_path / "samples.parquet", [20] * 120)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    real, calls = os.pwritev, itertools.count()
+
+    def pwritev(fd: int, views: Any, offset: int) -> int:
+        if next(calls) >= 30 and len(views) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    out = tmp_path / "states"
+    # So little may be in flight that bytes which a failed write kept would stop the run for good.
+    with pytest.raises(OutOfSpace):
+        run(table, config(out, shard_tokens=200, in_flight_bytes=20 * 160 * 4))
+    monkeypatch.setattr(os, "pwritev", real)
+    assert not list((out / "shards").glob("*.tmp")) and not list((out / "shards").glob(".*.tmp"))
+    assert run(table, config(out, shard_tokens=200)).pending == 0
+    assert verify(out).exit_code == 0

@@ -6,12 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 from eyas.capture.requests import Requests, Slot
 from eyas.records import Provenance, StateBlock
 from eyas.store.record import ShardRecord
-from eyas.store.shard import ShardWriter
+from eyas.store.shard import Piece, ShardWriter
 from eyas.store.writer import DataSetWriter
 
 _COMMITS_WAITING = 2
@@ -30,6 +32,14 @@ class Done:
     detail: str = ""
 
 
+@dataclass(slots=True)
+class _Whole:
+    """A shard all of whose samples have their place, and the writes that are still under way."""
+
+    shard: ShardWriter
+    puts: list[Future[None]]
+
+
 class Sink:
     """Puts outcomes into plan order, writes them, commits full shards. Its threads hand errors to `check`."""
 
@@ -46,9 +56,12 @@ class Sink:
         self._ahead: dict[int, Done] = {}
         self._next_sequence = 0
         self._to_write: queue.SimpleQueue[Done | None] = queue.SimpleQueue()
-        self._to_commit: queue.Queue[ShardWriter | None] = queue.Queue(_COMMITS_WAITING)
+        self._to_commit: queue.Queue[_Whole | None] = queue.Queue(_COMMITS_WAITING)
         self._failure: BaseException | None = None
         self._open: ShardWriter | None = None
+        self._puts: list[Future[None]] = []
+        """Of the open shard's pieces."""
+        self._putters = ThreadPoolExecutor(writer.put_threads, "put") if writer.put_threads > 1 else None
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
             for name, work in (("writer", self._write_all), ("committer", self._commit_all))
@@ -98,7 +111,10 @@ class Sink:
             # Whatever happens here, the committer must hear of the end, or it waits for ever and so does the run.
             try:
                 if self._open is not None:
+                    wait(self._puts)
                     self._open.abandon()
+                if self._putters is not None:
+                    self._putters.shutdown()
             finally:
                 self._to_commit.put(None)
 
@@ -108,19 +124,36 @@ class Sink:
             self._open = self._writer.shard_writer(shard.plan, shard.planned)
         assert self._open.shard_id == shard.plan.shard_id
         if done.fields is not None:
-            self._open.append(done.fields)
-        elif done.reason:
-            self._open.reject(done.reason, done.detail)
+            piece = self._open.place(done.fields)
+            if self._putters is None:
+                self._put(self._open, piece, done.slot)
+            else:
+                self._puts.append(self._putters.submit(self._guarded_put, self._open, piece, done.slot))
         else:
-            self._open.skip()
-        self._requests.release(done.slot)
+            if done.reason:
+                self._open.reject(done.reason, done.detail)
+            else:
+                self._open.skip()
+            self._requests.release(done.slot)
         if self._open.complete:
-            whole, self._open = self._open, None
+            whole, self._open, self._puts = _Whole(self._open, self._puts), None, []
             self._to_commit.put(whole)
 
+    def _put(self, shard: ShardWriter, piece: Piece, slot: Slot) -> None:
+        try:
+            shard.put(piece)
+        finally:
+            self._requests.release(slot)
+
+    def _guarded_put(self, shard: ShardWriter, piece: Piece, slot: Slot) -> None:
+        """In a putter's thread: a failure ends the run."""
+        self._guard(partial(self._put, shard, piece, slot))
+
     def _commit_all(self) -> None:
-        while (shard := self._to_commit.get()) is not None:
+        while (whole := self._to_commit.get()) is not None:
+            shard = whole.shard
             try:
+                wait(whole.puts)
                 if self._failure is None:
                     self._on_commit(shard.commit(self._provenance, run_id=self._run_id, committed_at=time.time()))
                 else:

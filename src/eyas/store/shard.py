@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +70,20 @@ def header_room(shard_id: str, spec: CaptureSpec, planned: Sequence[PlannedSampl
     return -(-(8 + len(full)) // ALIGNMENT) * ALIGNMENT
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One sample's fields and their place in the payload."""
+
+    index: int
+    """Among the captured samples of the shard."""
+    offset: int
+    blocks: tuple[StateBlock, ...]
+
+
 class ShardWriter:
     """Writes one shard: `append` or `reject` each planned sample in plan order, then `commit`.
 
-    Nothing that it writes exists before `commit` has written the record. Not thread-safe; one thread at a time.
+    Nothing that it writes exists before `commit` has written the record. One thread at a time, `put` apart.
     """
 
     def __init__(
@@ -81,6 +93,8 @@ class ShardWriter:
         self._files, self._layout, self._spec, self._planned = files, layout, spec, planned
         self._room = header_room(shard_id, spec, planned)
         self._at = self._written_back = self._room
+        self._unflushed = 0
+        self._lock = threading.Lock()
         self._next = 0
         self._positions: list[int] = []
         self._rejects: list[Reject] = []
@@ -94,6 +108,10 @@ class ShardWriter:
 
     def append(self, fields: Mapping[str, StateBlock]) -> int:
         """Write the next planned sample's fields; returns their bytes. The caller has checked dtype and shape."""
+        return self.put(self.place(fields))
+
+    def place(self, fields: Mapping[str, StateBlock]) -> Piece:
+        """Give the next planned sample its place in the payload; `put` writes it, `commit` needs it written."""
         _, num_tokens = self._planned[self._next]
         blocks = [fields[name] for name in self._spec.fields]
         row_bytes = self._spec.hidden_size * DTYPE_BYTES[self._spec.dtype]
@@ -102,18 +120,34 @@ class ShardWriter:
             if self._fd is None:
                 self._fd = self._files.create(self._temporary)
                 self._unfinished = True
-            written = self._files.write(self._fd, [block.data for block in blocks], self._at)
-            if self._at + written - self._written_back >= WRITEBACK_BYTES:
-                self._files.start_writeback(self._fd, self._written_back, self._at + written - self._written_back)
-                self._written_back = self._at + written
         except OSError as error:
             raise_store_error(error, self._temporary, "writing a shard")
+        piece = Piece(len(self._positions), self._at, tuple(blocks))
         for name, block in zip(self._spec.fields, blocks, strict=True):
             self._offsets[name].append(self._at)
-            self._digests[name].append(digest_bytes(block.data))
+            self._digests[name].append("")
             self._at += block.num_bytes
         self._positions.append(self._next)
         self._next += 1
+        return piece
+
+    def put(self, piece: Piece) -> int:
+        """Write what was placed; returns its bytes. For any thread, several pieces at a time. Raises OutOfSpace."""
+        assert self._fd is not None
+        try:
+            written = self._files.write(self._fd, [block.data for block in piece.blocks], piece.offset)
+            with self._lock:
+                self._unflushed += written
+                start, end = self._written_back, self._at
+                due = self._unflushed >= WRITEBACK_BYTES
+                if due:
+                    self._unflushed, self._written_back = 0, end
+            if due:
+                self._files.start_writeback(self._fd, start, end - start)
+        except OSError as error:
+            raise_store_error(error, self._temporary, "writing a shard")
+        for name, block in zip(self._spec.fields, piece.blocks, strict=True):
+            self._digests[name][piece.index] = digest_bytes(block.data)
         return written
 
     def reject(self, reason: str, detail: str) -> None:
@@ -135,7 +169,7 @@ class ShardWriter:
 
         Raises OutOfSpace or StoreError, and EyasError if another commit of this shard came first: that one stands.
         """
-        assert self.complete
+        assert self.complete and all(all(digests) for digests in self._digests.values())
         digest = self._finish_payload() if self._fd is not None else None
         record = self._record(digest, provenance, run_id, committed_at)
         path = self._layout.record(self.shard_id)

@@ -23,6 +23,8 @@ from eyas.store.shard import PlannedSample, ShardWriter
 
 _LOCK = re.compile(rb"(pid \d+ on [^\n]*\n)?")
 HEAD_SEAL = "head_digest"
+MAX_PUT_THREADS = 4
+"""One thread fills the page cache at about 1 GB/s: the kernel has to find, clear and account every page."""
 
 
 class DataSetWriter:
@@ -33,6 +35,8 @@ class DataSetWriter:
         self.layout = Layout(root)
         self.spec = spec
         self.files = files if files is not None else Files()
+        self.put_threads = 1 if files is not None else max(1, min(MAX_PUT_THREADS, (os.cpu_count() or 1) // 4))
+        """How many threads may write pieces of a shard at one time. One where the order of system calls is watched."""
         self._lock_fd: int | None = None
         _require_ours_or_free(self.layout)
         try:
