@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -53,6 +55,10 @@ class SglangEngine:
         self._run: staged.Run | None = None
         self._serials = itertools.count(1)
         self._session: Session | None = None
+        self._turn = 0
+        """Which call of `capture` is the latest: an earlier one that still waits for the server gives up."""
+        self._changed = threading.Condition()
+        self._checking = threading.Lock()
 
     def info(self) -> EngineInfo:
         """What the server serves and how it captures: it is asked, and checked against the target's files."""
@@ -64,36 +70,47 @@ class SglangEngine:
     def capture(self, source: RequestSource) -> Iterator[CaptureAnswer | CaptureFailure]:
         """Answers as they come. Waits for a server that is gone to come back, `engine.reconnect_s` long."""
         info = self.info()
-        run = self._open_run()
-        session = self._session
-        if session is not None and session.lost:
-            session.close()
-            session = None
-            self._await_server(info)
-        if session is None:
-            session = self._session = Session(self._url, self._hello, run, info, self._serials, self._next_layer_check)
+        with self._changed:
+            self._turn += 1
+            turn = self._turn
+            self._changed.notify_all()
+        if self._session is not None and self._session.lost:
+            self._await_server(info, turn)
+        with self._changed:
+            if turn != self._turn:
+                return
+            if self._session is not None and self._session.lost:
+                self._session = None
+            run = self._open_run()
+            if self._session is None:
+                self._session = Session(self._url, self._hello, run, info, self._serials, self._next_layer_check)
+            session = self._session
         yield from session.answers(source)
 
     def close(self) -> None:
         """End what is in flight and remove this run's staging directory."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
-        if self._run is not None:
-            self._run.close()
-            self._run = None
+        with self._changed:
+            self._turn += 1
+            self._changed.notify_all()
+            if self._session is not None:
+                self._session.close()
+                self._session = None
+            if self._run is not None:
+                self._run.close()
+                self._run = None
 
     def _next_layer_check(self) -> LayerCheck | None:
         """How a sample's auxiliary states are checked; None after the first few. Made when it is first needed."""
-        if self._references_left <= 0:
-            return None
-        self._references_left -= 1
-        if self._layer_check is None:
-            self._layer_check = layer_check(self._target, self._config, self.info().spec)
-        return self._layer_check
+        with self._checking:  # it is asked for anew when a sample's time is over, and loading takes long
+            if self._references_left <= 0:
+                return None
+            if self._layer_check is None:
+                self._layer_check = layer_check(self._target, self._config, self.info().spec)
+            self._references_left -= 1
+            return self._layer_check
 
-    def _await_server(self, info: EngineInfo) -> None:
-        """Wait for the server to come back as it was."""
+    def _await_server(self, info: EngineInfo, turn: int) -> None:
+        """Wait for the server to come back as it was; returns early when this call of `capture` is not the latest."""
         deadline = time.monotonic() + self._config.reconnect_s
         pause = 0.5
         logger.warning("the server at %s is gone; waiting up to %s for it to come back", self._url,
@@ -102,21 +119,40 @@ class SglangEngine:
             try:
                 hello = self._ask_hello()
                 break
-            except EngineUnavailable:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(pause)
-                pause = min(2 * pause, 10.0)
+            except EngineUnavailable as error:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise EngineUnavailable(
+                        f"{error}; it did not come back within {human_time(self._config.reconnect_s)} "
+                        "(engine.reconnect_s)",
+                        engine=ENGINE,
+                    ) from None
+            with self._changed:
+                if self._changed.wait_for(lambda: turn != self._turn, timeout=min(pause, left)):
+                    return
+            pause = min(2 * pause, 10.0)
         found = self._info_from(hello)
         differences = found.spec.differences(info.spec)
         if differences:
             raise ConfigError(f"the server at {self._url} came back different: {'; '.join(differences)}")
+        then = {"version": info.provenance.version, "model": self._hello["model_path"], **info.provenance.settings}
+        now = {"version": found.provenance.version, "model": hello["model_path"], **found.provenance.settings}
+        changes = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
+        if changes:
+            raise EngineError(
+                f"the server at {self._url} came back different: {', '.join(changes)}; run the same command again: it "
+                "compares with committed samples, and goes on from here",
+                engine=ENGINE,
+            )
         self._hello = hello
         logger.warning("the server at %s is back", self._url)
 
     def _open_run(self) -> staged.Run:
+        staging = Path(self._hello["staging"])
+        if self._run is not None and (self._run.staging != staging or not self._run.path.is_dir()):
+            self._run.close()  # the server came back with another directory, or somebody emptied it
+            self._run = None
         if self._run is None:
-            staging = Path(self._hello["staging"])
             if not staging.is_dir():
                 raise EngineError(
                     f"the server at {self._url} (host {self._hello['host']}) stages in {staging}, which does not exist "
@@ -138,7 +174,8 @@ class SglangEngine:
         return self._run
 
     def _ask_hello(self) -> dict[str, Any]:
-        return ask_hello(self._url, next(self._serials))
+        # Two clients may ask at the same moment: the names of requests are never used twice.
+        return ask_hello(self._url, secrets.randbelow(10**17))
 
     def _info_from(self, hello: Mapping[str, Any]) -> EngineInfo:
         if self._target.path is None:

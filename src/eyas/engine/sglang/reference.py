@@ -17,12 +17,15 @@ from eyas.errors import ConfigError
 from eyas.log import human_bytes
 from eyas.records import CaptureSpec, TokenIds
 from eyas.target.files import open_target, tensor_entries
+from eyas.values import median_row_error
 
 logger = logging.getLogger(__name__)
 
 TARGET_BYTES = 4_000_000_000
 """Targets with larger weights are not loaded for a check."""
 LAYER_BYTES = 4_000_000_000
+NAMED_FROM = 3e-2
+"""Relative difference of a layer's output from which it is looked whether it is a neighbouring layer's."""
 
 States = Mapping[int, npt.NDArray[np.float32]]
 """`[T, H]` by hidden-state index."""
@@ -94,6 +97,12 @@ class _SingleLayers:
                 if num_bytes > LAYER_BYTES:
                     raise ConfigError(f"decoder layer {k - 1} has {human_bytes(num_bytes)} of weights")
                 found[k] = self._layers.hidden_after(k, states[k - 1])
+                if k not in states or median_row_error(states[k], found[k]) <= NAMED_FROM:
+                    continue
+                # Whose output is it, then? Numbers that are off by one are off for the layer before, too.
+                for other in (k - 1, k + 1):
+                    if 1 <= other <= self._spec.num_layers and other not in self._spec.aux_layers:
+                        found[other] = self._layers.hidden_after(other, states[k - 1])
             except ConfigError as error:
                 self._unable.add(k)
                 logger.warning("hidden state %d is not checked: %s", k, error)

@@ -9,7 +9,7 @@ import numpy as np
 
 from eyas.engine import staged
 from eyas.engine.staged import RequestName
-from eyas.errors import EngineError, EngineUnavailable
+from eyas.errors import ConfigError, EngineError, EngineUnavailable
 
 ENGINE = "sglang"
 INFO_KEY = "eyas"
@@ -19,7 +19,8 @@ INFO_KEY = "eyas"
 def ask_hello(url: str, serial: int) -> dict[str, Any]:
     """What the server at `url` says of itself; `serial` is one that was not used before.
 
-    Raises EngineUnavailable where none answers, EngineError where it cannot be captured from.
+    Raises EngineUnavailable where none answers, EngineError where it cannot be captured from, ConfigError where `url`
+    is no address.
     """
     name = RequestName("0" * 16, serial, 1, staged.HELLO)
     try:
@@ -28,6 +29,8 @@ def ask_hello(url: str, serial: int) -> dict[str, Any]:
             limits = client.get("/server_info")
             if limits.status_code == 404:
                 limits = client.get("/get_server_info")
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise ConfigError(f"engine.url {url} is not an address: {error}") from None
     except httpx.HTTPError as error:
         raise EngineUnavailable(
             f"no SGLang server answers at {url} ({type(error).__name__}); start one with 'eyas serve', or "
@@ -45,21 +48,23 @@ def ask_hello(url: str, serial: int) -> dict[str, Any]:
             engine=ENGINE,
         )
     try:
-        said = response.json()["meta_info"].get(INFO_KEY)
+        told = response.json()["meta_info"].get(INFO_KEY)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise EngineError(f"the server at {url} does not answer as SGLang does", engine=ENGINE) from None
-    hello = next((s["hello"] for s in said or () if isinstance(s, dict) and "hello" in s), None)
+    said = [s for s in told if isinstance(s, dict)] if isinstance(told, list) else []
+    hello = next((s["hello"] for s in said if "hello" in s), None)
     if hello is None:
-        failure = next((s["error"] for s in said or () if isinstance(s, dict) and "error" in s), None)
+        failure = next((s["error"] for s in said if "error" in s), None)
         why = f"its capture plugin fails: {failure}" if failure else "it runs without the capture plugin"
         raise EngineError(
             f"the server at {url} cannot be captured from: {why}; start it with 'eyas serve', or as "
             "'eyas serve --print' shows",
             engine=ENGINE,
         )
-    if hello["staged_version"] != staged.VERSION:
+    version = hello.get("staged_version")
+    if version != staged.VERSION:
         raise EngineError(
-            f"the server at {url} has a plugin of another eyas (staged files {hello['staged_version']}, here "
+            f"the server at {url} has a plugin of another eyas (staged files {version}, here "
             f"{staged.VERSION}); start it anew",
             engine=ENGINE,
         )

@@ -6,6 +6,7 @@ Letters: `T` tokens, `H` hidden size.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import queue
 import threading
@@ -13,10 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -33,11 +34,22 @@ from eyas.values import as_float32, median_row_error
 
 RANK_TOLERANCE = 1e-3
 """Median relative row error between tensor-parallel ranks: they hold the same states, reduced alike."""
-FULL_PAUSE_S = 0.05
+FULL_PAUSE_S, MAX_FULL_PAUSE_S = 0.05, 1.0
+"""Pause before a request that the server had no room for is sent again; doubles."""
+FULL_PATIENCE_S = 60.0
+"""How long it is sent again before its sample counts as failed, with the server's words."""
 STAGED_PATIENCE_S = 30.0
 """How long a file may take to appear after the server has answered."""
 QUIET_PATIENCE_S = 5.0
+STALLED_S = 30.0
+"""When nothing was heard for so long, work is taken although enough is in flight: what hangs is asked for once more."""
+MAX_FLIGHTS = 512
+"""Requests in flight, each with a connection of its own: a process has often but 1024 open files."""
 READERS = 4
+CLOSE_PATIENCE_S = 5.0
+
+Outcome = CaptureAnswer | CaptureFailure
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -49,11 +61,26 @@ class _Flight:
     task: Any = None
 
 
-Outcome = CaptureAnswer | CaptureFailure
+@dataclass(slots=True)
+class _Turn:
+    """One call of `answers`: what it took and still owes. A later call ends it, whichever thread it runs in."""
+
+    outcomes: queue.SimpleQueue[tuple[int, Outcome | BaseException]] = field(default_factory=queue.SimpleQueue)
+    """By serial."""
+    flights: dict[int, _Flight] = field(default_factory=dict)
+    waiting: deque[CaptureRequest] = field(default_factory=deque)
+    sent_bytes: int = 0
+    """Of the requests in flight."""
+    sent_tokens: int = 0
+    heard_at: float = field(default_factory=time.monotonic)
+    over: bool = False
 
 
 class Session:
-    """Requests in flight to one server: an event loop in a thread of its own, until the server is lost."""
+    """Requests in flight to one server: an event loop in a thread of its own, until the server is lost.
+
+    What a turn owes is kept by the thread that runs `answers`; the loop's thread only looks at it.
+    """
 
     def __init__(
         self,
@@ -68,18 +95,14 @@ class Session:
         self._url, self._hello, self._staging_run, self._info = url, hello, run, info
         self._serials, self._layer_check = serials, layer_check
         self._bytes_per_token = info.spec.bytes_per_token + 4
-        self._outcomes: queue.SimpleQueue[tuple[int, Outcome | BaseException | None]] = queue.SimpleQueue()
-        """By serial; None of one that was given up. What it held is given back by who takes it from here."""
-        self._settled: deque[tuple[int, Outcome | BaseException | None]] = deque()
-        self._flights: dict[int, _Flight] = {}
-        self._sent_bytes = 0
-        """Of the requests in flight."""
+        self._turn = _Turn()
+        self._turns = threading.Lock()
         self._held_bytes = 0
         """Of states that were answered and are not given back yet."""
-        self._released: deque[int] = deque()
-        """What finalizers leave for us: they run wherever the last view of a file's memory is dropped."""
-        self._tokens_in_flight = 0
-        self._waiting: deque[CaptureRequest] = deque()
+        self._held: deque[int] = deque()
+        """Changes of that, by readers and by finalizers, which run wherever the last view of a file is dropped."""
+        self._awaited: set[int] = set()
+        """Serials whose files somebody waits for; any other file of ours may go."""
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="eyas-read")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
@@ -87,56 +110,66 @@ class Session:
         self._client = httpx.AsyncClient(
             base_url=self._url,
             timeout=httpx.Timeout(None, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=512),
+            # Servers close what is idle, often after 5 s: not at the moment at which we use it again.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MAX_FLIGHTS, keepalive_expiry=2.0),
             trust_env=False,
         )
         self._reference_lock = asyncio.Lock()
         self.lost = False
+        self._closed = False
         chunk = int(self._hello.get("max_prefill_tokens") or 8192)
         self._least_tokens = 2 * chunk
         self._budget_tokens = 4 * chunk
         """Tokens in flight: enough that the server always has a next batch waiting."""
         self._share_bytes = 0
         self._looked_at = 0.0
-        self._abandoned: list[Path] = []
-        """Files that may yet appear, of requests that nobody waits for."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of states that were answered and not given back yet: they lie in shared memory still."""
+        with self._turns:
+            while self._held:
+                self._held_bytes += self._held.popleft()
+            return self._held_bytes
 
     def answers(self, source: RequestSource) -> Iterator[Outcome]:
-        """Take, send, answer, until the source has no more."""
-        while True:
-            self._look_around()
-            if not self._waiting:
-                room = self._budget_tokens - self._tokens_in_flight
-                if room > 0 or not self._flights:
-                    self._waiting.extend(source.take(max(room, 1), wait=not self._flights))
-                    if not self._waiting and not self._flights:
-                        return
-            while self._waiting and self._fits(self._waiting[0]):
-                self._send(self._waiting.popleft())
-            try:
-                self._settled.append(self._outcomes.get(timeout=0.01))
-                while True:
-                    self._settled.append(self._outcomes.get_nowait())
-            except queue.Empty:
-                pass
-            while self._settled:
-                serial, outcome = self._settled.popleft()
-                self._settle(serial)
-                if isinstance(outcome, BaseException):
-                    self._lose()
-                    raise outcome
-                if outcome is not None:
+        """Take, send, answer, until the source has no more. Ends the turn of an earlier call that did not end."""
+        with self._turns:
+            self._end(self._turn)
+            turn = self._turn = _Turn(over=self._closed)
+        try:
+            while not turn.over:
+                if not self._thread.is_alive():
+                    raise EngineError("the thread that talks to the server has ended", engine=ENGINE)
+                self._look_around(turn)
+                if not self._take(turn, source):
+                    return
+                self._send_waiting(turn)
+                settled = self._settled(turn)
+                while settled:
+                    outcome = settled.popleft()
+                    if isinstance(outcome, BaseException):
+                        self._lose()
+                        raise outcome
                     yield outcome
-                # The caller counts these bytes as gone once it has written them.
-                del outcome
+                    # The caller counts these bytes as gone once it has written them.
+                    del outcome
+        finally:
+            self._end(turn)
 
     def close(self) -> None:
         """Let go of the connections; what was asked and not answered is aborted by the server when they close."""
-        if self._loop.is_running():
-            self._call(self._shut()).result(timeout=10)
+        with self._turns:
+            self._end(self._turn)
+            first, self._closed = not self._closed, True
+        if first:
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(timeout=CLOSE_PATIENCE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=10)
-        self._readers.shutdown(wait=False)
+            self._thread.join(timeout=CLOSE_PATIENCE_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+            self._readers.shutdown(wait=False, cancel_futures=True)
 
     async def _shut(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -148,97 +181,188 @@ class Session:
     def _lose(self) -> None:
         """The server is gone, or useless: nothing that it was asked will be answered."""
         self.lost = True
-        self._flights.clear()
-        self._settled.clear()
-        self._waiting.clear()
         self.close()
-        for path in self._staging_run.path.iterdir():
-            if path.name != staged.OWNER:
-                path.unlink(missing_ok=True)
+        self._sweep()
+
+    def _end(self, turn: _Turn) -> None:
+        """Give up what a turn took and did not answer."""
+        turn.over = True
+        turn.waiting.clear()
+        for flight in list(turn.flights.values()):
+            if flight.task is not None:
+                flight.task.cancel()
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Run a coroutine in the loop's thread; None once that is closed."""
+        with self._turns:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        return None
 
-    def _fits(self, request: CaptureRequest) -> bool:
+    def _take(self, turn: _Turn, source: RequestSource) -> bool:
+        """Take work while there is room for it; False when all is done."""
+        room = self._budget_tokens - turn.sent_tokens
+        stalled = time.monotonic() - turn.heard_at > STALLED_S
+        if stalled or (not turn.waiting and room > 0 and len(turn.flights) < MAX_FLIGHTS):
+            idle = not turn.flights and not turn.waiting
+            for request in source.take(max(room, 1), wait=idle):
+                if request.attempt > 1:
+                    # Asked for once more: nobody waits for the earlier try, sent or not.
+                    turn.waiting = deque(r for r in turn.waiting if r.sample_id != request.sample_id)
+                    turn.waiting.appendleft(request)
+                else:
+                    turn.waiting.append(request)
+            if idle:
+                turn.heard_at = time.monotonic()
+            elif stalled:
+                turn.heard_at = time.monotonic() - STALLED_S + STALLED_S / 30  # a while for each further one
+        return bool(turn.waiting or turn.flights)
+
+    def _send_waiting(self, turn: _Turn) -> None:
+        while turn.waiting and not turn.over and self._fits(turn, turn.waiting[0]):
+            self._send(turn, turn.waiting.popleft())
+
+    def _settled(self, turn: _Turn) -> deque[Outcome | BaseException]:
+        """The outcomes that are there; their places are free again. Waits a little where there is none."""
+        found: deque[Outcome | BaseException] = deque()
+        failures: list[BaseException] = []
+        try:
+            serial, outcome = turn.outcomes.get(timeout=0.01)
+            while True:
+                turn.heard_at = time.monotonic()
+                if not self._settle(turn, serial):
+                    pass  # given up
+                elif isinstance(outcome, BaseException):
+                    failures.append(outcome)
+                else:
+                    found.append(outcome)
+                del outcome
+                serial, outcome = turn.outcomes.get_nowait()
+        except queue.Empty:
+            pass
+        # What was answered before the server was lost is answered.
+        found.extend(failures[:1])
+        return found
+
+    def _fits(self, turn: _Turn, request: CaptureRequest) -> bool:
         """Whether what a request stages fits this client's share; when nothing is in flight, the largest does."""
-        while self._released:
-            self._held_bytes -= self._released.popleft()
-        if not self._flights or request.attempt > 1:
+        if not turn.flights or request.attempt > 1:
             return True  # what is asked for once more had its room all along; others may wait for it to be written
-        return self._sent_bytes + self._held_bytes + self._need(request) <= self._share_bytes
+        if len(turn.flights) >= MAX_FLIGHTS:
+            return False
+        return turn.sent_bytes + self.held_bytes + self._need(request) <= self._share_bytes
 
     def _need(self, request: CaptureRequest) -> int:
         return len(request.token_ids) * self._bytes_per_token
 
-    def _send(self, request: CaptureRequest) -> None:
+    def _send(self, turn: _Turn, request: CaptureRequest) -> None:
+        of_sample = [(s, f) for s, f in turn.flights.items() if f.request.sample_id == request.sample_id]
+        for old_serial, old in of_sample:
+            if old.request.attempt < request.attempt:
+                # Nobody waits for the earlier try. Its connection closes, so the server aborts it.
+                self._settle(turn, old_serial)
+                old.task.cancel()
         serial = next(self._serials)
-        for old in [f for f in self._flights.values() if f.request.sample_id == request.sample_id]:
-            # Asked for once more: nobody waits for the earlier try. Its connection closes, so the server aborts it.
-            old.task.cancel()
-        flight = self._flights[serial] = _Flight(request, self._need(request))
-        self._sent_bytes += flight.num_bytes
-        self._tokens_in_flight += len(request.token_ids)
-        flight.task = self._call(self._carry(serial, request))
+        flight = turn.flights[serial] = _Flight(request, self._need(request))
+        turn.sent_bytes += flight.num_bytes
+        turn.sent_tokens += len(request.token_ids)
+        flight.task = self._call(self._carry(turn, serial, request))
+        if turn.over and flight.task is not None:
+            flight.task.cancel()
 
-    def _settle(self, serial: int) -> None:
-        flight = self._flights.pop(serial, None)
-        if flight is not None:
-            self._sent_bytes -= flight.num_bytes
-            self._tokens_in_flight -= len(flight.request.token_ids)
+    def _settle(self, turn: _Turn, serial: int) -> bool:
+        """Free a request's place; False where that was done before."""
+        flight = turn.flights.pop(serial, None)
+        if flight is None:
+            return False
+        turn.sent_bytes -= flight.num_bytes
+        turn.sent_tokens -= len(flight.request.token_ids)
+        return True
 
-    async def _carry(self, serial: int, request: CaptureRequest) -> None:
-        """One request from sending to answer; whatever happens, exactly one outcome."""
-        outcome: Outcome
+    async def _carry(self, turn: _Turn, serial: int, request: CaptureRequest) -> None:
+        """One request from sending to answer: exactly one outcome, unless it is given up."""
         try:
-            outcome = await self._answer(serial, request)
-        except (EngineRefused, EngineUnavailable) as error:
-            if error.sample_id:
-                outcome = CaptureFailure(request.sample_id, request.attempt, error)
-            else:
-                self._outcomes.put((serial, error))
-                return
+            outcome: Outcome | BaseException = await self._answer(serial, request)
         except asyncio.CancelledError:
-            self._outcomes.put((serial, None))
             raise
+        except (EngineRefused, EngineUnavailable) as error:
+            # Its frames hold states, and a cycle would keep them until it is collected.
+            error.__traceback__ = error.__context__ = None
+            outcome = CaptureFailure(request.sample_id, request.attempt, error) if error.sample_id else error
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for answers
-            self._outcomes.put((serial, error))
-            return
-        self._outcomes.put((serial, outcome))
+            outcome = error
+        turn.outcomes.put((serial, outcome))
 
     async def _answer(self, serial: int, request: CaptureRequest) -> CaptureAnswer:
-        _, found, _ = await self._states(serial, request)
+        name, found, _ = await self._states(serial, request)
+        self._awaited.discard(name.serial)
+        self._require_same_server(found)
         reference = await self._reference(request) if request.with_reference else None
         return CaptureAnswer(request.sample_id, request.attempt, found.token_ids, _blocks(found), reference)
+
+    def _require_same_server(self, found: Staged) -> None:
+        """A server that was started anew between two requests may capture otherwise: it must be asked what it is."""
+        spec = self._info.spec
+        kind = {(dtype, shape[1]) for dtype, shape, _ in found.fields.values()}
+        as_said = kind == {(spec.dtype, spec.hidden_size)} and set(found.fields) == set(spec.fields)
+        if not as_said or found.last_hidden_norm != spec.last_hidden_norm:
+            raise EngineUnavailable(
+                f"the server at {self._url} stages {', '.join(found.fields)}, not what it said of itself", engine=ENGINE
+            )
 
     async def _states(
         self, serial: int, request: CaptureRequest, flags: str = "", *, logprobs: bool = False
     ) -> tuple[RequestName, Staged, dict[str, Any]]:
-        """One request's name, states and answer's `meta_info`. Asks again while the server has no room."""
+        """One request's name, states and answer's `meta_info`. Asks again while the server has no room.
+
+        The name's serial stays among those awaited, for the files of other ranks; the caller takes it out.
+        """
+        deadline = time.monotonic() + FULL_PATIENCE_S
+        pause = FULL_PAUSE_S
         while True:
             name = RequestName(self._staging_run.token, serial, len(request.token_ids), flags)
+            self._awaited.add(serial)
             try:
                 meta = await self._generate(name, request, logprobs=logprobs)
-            except (asyncio.CancelledError, EngineUnavailable):
-                self._abandoned.append(name.path(self._staging_run.staging))
+                said = self._said(meta, request)
+                if said.get("reason") != "full":
+                    return name, await self._fetch(name, request), meta
+            except BaseException:
+                self._awaited.discard(serial)
                 raise
-            said = [s for s in meta.get(INFO_KEY) or () if isinstance(s, dict)]
-            if not said:
-                raise EngineError(
-                    f"the server at {self._url} answers without the capture plugin: was it started anew without it?",
+            self._awaited.discard(serial)
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(
+                    f"sample {request.sample_id}: the server has had no room for {FULL_PATIENCE_S:.0f} s: "
+                    f"{said.get('error')}",
                     engine=ENGINE,
+                    sample_id=request.sample_id,
                 )
-            error = said[0].get("error")
-            if error is None and "path" in said[0]:
-                return name, await self._fetch(name, request), meta
-            why = f"sample {request.sample_id}: {error or 'its rows are not all there'}"
-            if said[0].get("reason") == "no_directory":
-                raise EngineError(str(error), engine=ENGINE)
-            if said[0].get("reason") == "full":
-                await asyncio.sleep(FULL_PAUSE_S)
-                serial = next(self._serials)
-                continue
-            make = EngineUnavailable if said[0].get("retry") else EngineRefused
-            raise make(why, engine=ENGINE, sample_id=request.sample_id)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_FULL_PAUSE_S)
+            serial = next(self._serials)
+
+    def _said(self, meta: Mapping[str, Any], request: CaptureRequest) -> dict[str, Any]:
+        """What the plugin says of a request: that it is staged, or that there is no room. Raises for anything else."""
+        told = meta.get(INFO_KEY)
+        said = next((s for s in told if isinstance(s, dict)), None) if isinstance(told, list) else None
+        if said is None:
+            raise EngineError(
+                f"the server at {self._url} answers without the capture plugin: was it started anew without it?",
+                engine=ENGINE,
+            )
+        error, reason = said.get("error"), said.get("reason")
+        if reason == "full" or (error is None and "path" in said):
+            return said
+        if reason == "no_directory":
+            raise EngineError(str(error), engine=ENGINE)
+        make = EngineUnavailable if said.get("retry") else EngineRefused
+        raise make(
+            f"sample {request.sample_id}: {error or 'its rows are not all there'}",
+            engine=ENGINE,
+            sample_id=request.sample_id,
+        )
 
     async def _generate(self, name: RequestName, request: CaptureRequest, *, logprobs: bool) -> dict[str, Any]:
         """POST /generate. Raises EngineRefused, EngineUnavailable (with the sample's id where it is only about it)."""
@@ -255,19 +379,16 @@ class Session:
             ) from None
         status, text = response.status_code, response.text
         if status == 200:
-            try:
-                meta: dict[str, Any] = json.loads(text)["meta_info"]
-            except (ValueError, KeyError, TypeError):
+            meta, abort = _meta_of(text)
+            if meta is None:
                 raise EngineUnavailable(
                     f"sample {request.sample_id}: the server's answer cannot be read: {brief(text)}",
                     engine=ENGINE,
                     sample_id=request.sample_id,
-                ) from None
-            reason = meta.get("finish_reason")
-            if isinstance(reason, dict) and reason.get("type") == "abort":
-                status, text = int(reason.get("status_code") or 500), str(reason.get("message"))
-            else:
+                )
+            if abort is None:
                 return meta
+            status, text = abort
         why = f"sample {request.sample_id}: the server answers {status}: {brief(text)}"
         if status in (401, 403, 404):
             raise EngineError(f"{self._url}: the server answers {status}: {brief(text)}", engine=ENGINE)
@@ -296,10 +417,7 @@ class Session:
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.05)
         try:
-            num_bytes = path.stat().st_size
-            release = partial(self._released.append, num_bytes)
-            found = await self._loop.run_in_executor(self._readers, staged.read, path, name, rank, release)
-            self._released.append(-num_bytes)
+            found = await self._loop.run_in_executor(self._readers, self._read, path, name, rank)
         except PermissionError:
             raise EngineError(
                 f"{path}: written by uid {self._hello['uid']} and not readable here: run client and server as one "
@@ -314,21 +432,29 @@ class Session:
             path.unlink(missing_ok=True)
         return found
 
+    def _read(self, path: Path, name: RequestName, rank: int) -> Staged:
+        """In a reader's thread: map a file; its bytes count as held until its memory is given back."""
+        num_bytes = path.stat().st_size
+        found = staged.read(path, name, rank, partial(self._held.append, -num_bytes))
+        self._held.append(num_bytes)
+        return found
+
     async def _reference(self, request: CaptureRequest) -> Reference:
         """The server's own word about a sample: asked for alone, as far as that can be, with its log-probabilities."""
         async with self._reference_lock:
             deadline = time.monotonic() + QUIET_PATIENCE_S
-            quiet = sum(flight.request.with_reference for flight in self._flights.values())
-            while len(self._flights) > quiet and time.monotonic() < deadline:
+            while not self._is_quiet() and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
-                quiet = sum(flight.request.with_reference for flight in self._flights.values())
-            check = await self._loop.run_in_executor(self._readers, self._layer_check)
+            check = await self._aside(self._layer_check)
             flags = staged.RANKS if int(self._hello["tp_size"]) > 1 else ""
             if check is not None and check.needs_neighbours and self._hello["neighbours"]:
                 flags += staged.NEIGHBOURS
             name, found, meta = await self._states(next(self._serials), request, flags, logprobs=True)
-            if staged.RANKS in flags:
-                await self._compare_ranks(name, request, found)
+            try:
+                if staged.RANKS in flags:
+                    await self._compare_ranks(name, request, found)
+            finally:
+                self._awaited.discard(name.serial)
             hidden: dict[int, npt.NDArray[np.float32]] = {}
             if check is not None:
                 states = {
@@ -336,40 +462,73 @@ class Session:
                     for name, (dtype, shape, data) in found.fields.items()
                     if name != LAST
                 }
-                hidden = await self._loop.run_in_executor(self._readers, check.hidden, request.token_ids, states)
+                hidden = await self._aside(partial(check.hidden, request.token_ids, states))
             wanted = {name: block for name, block in _blocks(found).items() if name in self._info.spec.fields}
-            return Reference(_logprobs(meta), hidden, wanted)
+            return Reference(_logprobs(meta, request), hidden, wanted)
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is in flight but samples to be checked."""
+        return all(flight.request.with_reference for flight in list(self._turn.flights.values()))
+
+    async def _aside(self, function: Callable[[], T]) -> T:
+        """The result of what may take minutes, computed in a daemon thread, which keeps nobody from ending."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+            if not future.done():
+                set_outcome(outcome)
+
+        def run() -> None:
+            try:
+                settled = partial(settle, future.set_result, function())
+            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+                settled = partial(settle, future.set_exception, error)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(settled)
+
+        threading.Thread(target=run, name="eyas-check", daemon=True).start()
+        return await future
 
     async def _compare_ranks(self, name: RequestName, request: CaptureRequest, first: Staged) -> None:
         """Every tensor-parallel rank must hold the same states. Raises EngineError."""
         for rank in range(1, int(self._hello["tp_size"])):
             other = await self._fetch(name, request, rank)
-            for field, (dtype, (_, width), data) in first.fields.items():
-                mine, theirs = as_float32(data, dtype, width), as_float32(other.fields[field][2], dtype, width)
+            for name_of_field, (dtype, (_, width), data) in first.fields.items():
+                mine, theirs = (as_float32(d, dtype, width) for d in (data, other.fields[name_of_field][2]))
                 error = median_row_error(mine, theirs)
                 if not error <= RANK_TOLERANCE:
                     raise EngineError(
-                        f"sample {request.sample_id}: {field} of tensor-parallel rank {rank} differs from rank 0's by "
-                        f"{error:.2g} relative: one rank's partial sums? Start the server without all-reduce fusion",
+                        f"sample {request.sample_id}: {name_of_field} of tensor-parallel rank {rank} differs from rank "
+                        f"0's by {error:.2g} relative: one rank's partial sums? Start the server without all-reduce "
+                        "fusion",
                         engine=ENGINE,
                     )
 
-    def _look_around(self) -> None:
+    def _look_around(self, turn: _Turn) -> None:
         """Once a second: who else shares the staging directory, and has the server enough to do?"""
         now = time.monotonic()
         if now - self._looked_at < 1.0:
             return
         self._looked_at = now
-        limit = int(self._hello["room"]["limit"])
-        for path in [path for path in self._abandoned if path.exists()]:
-            path.unlink(missing_ok=True)
-            self._abandoned.remove(path)
+        self._sweep()
         # A little less than all: files that were read and are not yet gone count at the server.
-        self._share_bytes = limit * 9 // 10 // self._staging_run.num_sharing()
-        if self._flights:
-            self._call(self._adapt())
+        self._share_bytes = int(self._hello["room"]["limit"]) * 9 // 10 // self._staging_run.num_sharing()
+        if turn.flights:
+            self._call(self._adapt(turn))
 
-    async def _adapt(self) -> None:
+    def _sweep(self) -> None:
+        """Remove the files that nobody waits for: of requests that were given up after they were sent."""
+        try:
+            paths = list(self._staging_run.path.iterdir())
+        except OSError:
+            return  # it is gone; the server will say so
+        for path in paths:
+            serial, _, kind = path.name.partition(".")
+            # What is still being written (.tmp) gets its name first.
+            if serial.isdecimal() and not kind.endswith("tmp") and int(serial) not in self._awaited:
+                path.unlink(missing_ok=True)
+
+    async def _adapt(self, turn: _Turn) -> None:
         """More tokens in flight when nothing waits at the server, fewer when several batches do."""
         try:
             response = await self._client.get("/v1/loads", params={"include": "core"}, timeout=5.0)
@@ -379,17 +538,39 @@ class Session:
             return
         if not loads:
             return
-        num_flights = max(1, len(self._flights))
-        if waiting == 0 and self._tokens_in_flight > self._budget_tokens // 2:
+        if waiting == 0 and turn.sent_tokens > self._budget_tokens // 2:
             self._budget_tokens += self._budget_tokens // 4
-        elif waiting > num_flights * 3 // 4:
+        elif waiting > max(1, len(turn.flights)) * 3 // 4:
             self._budget_tokens = max(self._least_tokens, self._budget_tokens * 9 // 10)
 
 
-def _logprobs(meta: Mapping[str, Any]) -> npt.NDArray[np.float32]:
-    """`[T-1]`: the server's log-probability of token `t+1` at row `t`; empty where it told none."""
-    told = [entry[0] for entry in meta.get("input_token_logprobs") or ()]
-    return np.array([value for value in told[1:] if value is not None], dtype=np.float32)
+def _meta_of(text: str) -> tuple[dict[str, Any] | None, tuple[int, str] | None]:
+    """An answer's `meta_info`, and status and text where it says that the request was aborted; None for neither."""
+    try:
+        meta = json.loads(text)["meta_info"]
+        reason = meta.get("finish_reason")
+        if not isinstance(reason, dict) or reason.get("type") != "abort":
+            return meta, None
+        return meta, (int(reason.get("status_code") or 500), str(reason.get("message")))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None, None
+
+
+def _logprobs(meta: Mapping[str, Any], request: CaptureRequest) -> npt.NDArray[np.float32]:
+    """`[T-1]`: the server's log-probability of token `t+1` at row `t`."""
+    try:
+        told = [(entry[0], int(entry[1])) for entry in meta["input_token_logprobs"]]
+        if [token for _, token in told] == request.token_ids.tolist():
+            return np.array([float(value) for value, _ in told[1:]], dtype=np.float32)
+        why = f"of {len(told)} tokens, and not of the {len(request.token_ids)} sent"
+    except (KeyError, TypeError, ValueError, IndexError):
+        why = "that cannot be read, or none"
+    raise EngineUnavailable(
+        f"sample {request.sample_id}: the server answers with log-probabilities {why}: the last hidden state cannot "
+        "be checked",
+        engine=ENGINE,
+        sample_id=request.sample_id,
+    )
 
 
 def _blocks(found: Staged) -> dict[str, StateBlock]:
