@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 DEMO := examples/demo/demo.toml
 
-.PHONY: setup demo test test-slow check clean
+.PHONY: setup demo test test-slow test-sglang check clean
 
 setup: $(VENV)/.complete
 
@@ -30,11 +30,23 @@ demo: setup
 	$(BIN)/eyas status demo/states
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow and not sglang'
 
 # Heavier suites; pytest's 'nothing collected' (5) is not a failure.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+	$(BIN)/python -m pytest -m 'slow and not sglang' || test $$? -eq 5
+
+# The capture plugin in a real SGLang server on a CPU, in an environment of its own.
+test-sglang: setup .venv-sglang/.complete
+	$(BIN)/eyas target smollm2 demo/target
+	$(BIN)/python -m pytest -m sglang tests/test_sglang_server.py
+
+.venv-sglang/.complete: tests/sglang_cpu/requirements.txt tests/sglang_cpu/requirements-deps.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install $(TORCH)
+	.venv-sglang/bin/python -m pip install --no-deps -r tests/sglang_cpu/requirements.txt
+	.venv-sglang/bin/python -m pip install -r tests/sglang_cpu/requirements-deps.txt
+	@touch $@
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -43,4 +55,4 @@ check: setup
 	$(BIN)/python -m pytest -q tests/test_layering.py
 
 clean:
-	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-sglang demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -32,6 +32,11 @@ def make_table(path: Path, lengths: list[int], *, seed: int = 0, tags: bool = Fa
         )
         for i, n in enumerate(lengths)
     ]
+    return make_table_of(path, samples)
+
+
+def make_table_of(path: Path, samples: list[Sample]) -> SampleTable:
+    """A sample table of these samples."""
     with TableWriter(path) as out:
         for sample in samples:
             out.append(sample)
