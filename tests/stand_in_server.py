@@ -1,15 +1,18 @@
 """A stand-in for an SGLang server with our plugin: a tiny transformers model behind real HTTP and the real stager.
 
 It computes honestly, in batches, in another order than it was asked, and misbehaves as a test's script says. Run as a
-program it serves until it is killed: `stand_in_server.py TARGET STAGING PORT [LAYERS]`.
+program, `stand_in_server.py TARGET STAGING`, it starts processes that serve until they are killed.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import os
 import queue
 import random
+import signal
 import socket
 import struct
 import sys
@@ -19,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import transformers
@@ -64,19 +67,20 @@ def right(asked: Asked) -> Act | None:
     return None
 
 
+@functools.cache
+def load(target: Path) -> Any:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    return model.eval()
+
+
 class StandIn:
     """Serves from threads of this process until `kill` (connections are reset, as by SIGKILL)."""
-
-    models: ClassVar[dict[Path, Any]] = {}
 
     def __init__(self, target: Path, staging: Path, *, port: int = 0, layers: tuple[int, ...] = (1, 2, 3),
                  staged_bytes: int = 1 << 26, script: Callable[[Asked], Act | None] = right, plugin: bool = True,
                  shift: int = 0, pre_norm: bool = False, tp_size: int = 1, rank_noise: float = 0.0,
                  noise: float = 0.0, **about: Any) -> None:  # fmt: skip
-        if target not in self.models:
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-            self.models[target] = model
-        self.model = self.models[target]
+        self.model = load(target)
         self.layers, self.script, self.plugin, self.shift = layers, script, plugin, shift
         self.pre_norm, self.tp_size, self.noise = pre_norm, tp_size, noise
         self.rank_noise = rank_noise
@@ -272,12 +276,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    target, staging, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    layers = tuple(int(k) for k in sys.argv[4].split(",")) if len(sys.argv) > 4 else (1, 2, 3)
-    server = StandIn(target, staging, port=port, layers=layers)
-    sys.stdout.write(f"{server.port}\n")
-    sys.stdout.flush()
-    threading.Event().wait()
+    """For each port on stdin a process that serves there; its pid goes to stdout once it does."""
+    target, staging = Path(sys.argv[1]), Path(sys.argv[2])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    load(target)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            StandIn(target, staging, port=int(line))
+            os.write(1, f"{os.getpid()}\n".encode())
+            threading.Event().wait()
 
 
 if __name__ == "__main__":

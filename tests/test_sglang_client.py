@@ -487,6 +487,7 @@ def test_a_server_of_another_directory_or_an_emptied_one_is_followed(
     assert list(other.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_server_process_that_is_killed_with_9_is_waited_for(
     world: World, out: Path, table: SampleTable, own: HfEngine
 ) -> None:
@@ -494,12 +495,23 @@ def test_a_server_process_that_is_killed_with_9_is_waited_for(
     port = world.servers[0].port
     world.servers[0].kill()
 
-    def start() -> subprocess.Popen[str]:
-        program = [sys.executable, str(Path(__file__).with_name("stand_in_server.py")), str(world.target)]
-        return subprocess.Popen([*program, str(world.staging), str(port)], stdout=subprocess.PIPE, text=True)
+    program = [sys.executable, str(Path(__file__).with_name("stand_in_server.py")), str(world.target)]
+    starter = subprocess.Popen([*program, str(world.staging)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert starter.stdin is not None and starter.stdout is not None
+    pids: list[int] = []
 
-    processes = [start()]
-    assert processes[0].stdout is not None and processes[0].stdout.readline().strip() == str(port)
+    def start() -> None:
+        assert starter.stdin is not None and starter.stdout is not None
+        starter.stdin.write(f"{port}\n".encode())
+        starter.stdin.flush()
+        pids.append(int(starter.stdout.readline()))
+
+    def kill() -> None:
+        os.kill(pids[-1], signal.SIGKILL)
+        while Path(f"/proc/{pids[-1]}").exists():
+            time.sleep(0.001)
+
+    start()
     engine = world.engine(reconnect_s=60.0)
     answered = itertools.count()
     inner = engine.capture
@@ -507,21 +519,18 @@ def test_a_server_process_that_is_killed_with_9_is_waited_for(
     def kill_in_the_middle(source: Any) -> Iterator[CaptureAnswer | CaptureFailure]:
         for outcome in inner(source):
             if next(answered) == 7:
-                processes[0].kill()
-                processes[0].wait()
-                processes.append(start())
+                kill()
+                threading.Timer(0.2, start).start()
             yield outcome
 
     engine.capture = kill_in_the_middle  # type: ignore[method-assign]
     try:
         receipt = world.capture(table, cfg(out, in_flight_bytes=30 * TOKEN_BYTES), engine)
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-    assert len(processes) == 2 and (receipt.committed, receipt.rejected) == (len(LENGTHS), 0)
+        kill()
+        starter.kill()
+        starter.communicate()
+    assert len(pids) == 2 and (receipt.committed, receipt.rejected) == (len(LENGTHS), 0)
     require_sound(out)
     require_values(out, table, own)
 
@@ -656,7 +665,7 @@ def test_requests_that_hang_do_not_keep_the_others_from_being_asked(
     world: World, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(session, "STALLED_S", 0.2)
-    table = make_table(tmp_path / "many.parquet", [20 + i % 5 for i in range(16)])
+    table = make_table(tmp_path / "many.parquet", [20 + i % 5 for i in range(12)])
     release = threading.Event()
     hung: Counter[tuple[int, ...]] = Counter()
 
@@ -670,7 +679,7 @@ def test_requests_that_hang_do_not_keep_the_others_from_being_asked(
         receipt = world.capture(table, cfg(out, timeout_s=0.5))
     finally:
         release.set()
-    assert (receipt.committed, receipt.rejected) == (16, 0) and len(hung) == 16
+    assert (receipt.committed, receipt.rejected) == (12, 0) and len(hung) == 12
     require_sound(out)
 
 
@@ -873,7 +882,7 @@ def test_a_sample_for_which_there_never_is_room_is_a_reject_with_the_servers_wor
 
 def test_a_full_server_does_not_outlast_the_runs_own_time_out(world: World, out: Path, table: SampleTable) -> None:
     server = world.serve(after_probe(of_length(9, lambda asked: Act(said=FULL))))
-    receipt = world.capture(table, cfg(out, timeout_s=0.3))
+    receipt = world.capture(table, cfg(out, timeout_s=0.3, max_attempts=2))
     assert receipt.rejects_by_reason == {"unavailable": 1}
     num_asked = len(server.asked)
     time.sleep(0.3)
@@ -914,7 +923,7 @@ def test_a_last_state_before_the_norm_is_named(world: World, out: Path, table: S
         world.capture(table, cfg(out), world.engine(check_layers=check))
 
 
-@pytest.mark.parametrize("told", [None, [], [[None, 1, None]], [[-1.0]], 5])
+@pytest.mark.parametrize("told", [None, [[None, 1, None]], [[-1.0]]])
 def test_log_probabilities_that_are_missing_are_no_pass(world: World, out: Path, table: SampleTable, told: Any) -> None:
     world.serve(lambda asked: Act(meta={"input_token_logprobs": told}) if asked.logprobs else None)
     with pytest.raises(EngineUnavailable, match="the last hidden state cannot be checked"):

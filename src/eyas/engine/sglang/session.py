@@ -26,7 +26,7 @@ import numpy.typing as npt
 from eyas.engine import staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest, EngineInfo, Reference, RequestSource
 from eyas.engine.sglang.reference import LayerCheck
-from eyas.engine.sglang.server import ENGINE, INFO_KEY, brief, generate_body
+from eyas.engine.sglang.server import ENGINE, INFO_KEY, brief, generate_body, needs_certificates
 from eyas.engine.staged import RequestName, Staged, StagedError
 from eyas.errors import EngineError, EngineRefused, EngineUnavailable
 from eyas.records import LAST, StateBlock
@@ -112,6 +112,7 @@ class Session:
             timeout=httpx.Timeout(None, connect=10.0),
             # Servers close what is idle, often after 5 s: not at the moment at which we use it again.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=MAX_FLIGHTS, keepalive_expiry=2.0),
+            verify=needs_certificates(self._url),
             trust_env=False,
         )
         self._reference_lock = asyncio.Lock()
