@@ -148,7 +148,7 @@ def left_in_staging(work: Path) -> list[str]:
 
 
 def assert_same_states(one: Path, two: Path) -> None:
-    """Two data sets hold the same samples, and states that differ by rounding alone: batches were composed otherwise."""
+    """Two data sets hold the same samples, and states that differ by rounding alone (other batches)."""
     a, b = DataSet(one), DataSet(two)
     assert len(a) == len(b)
     for index in range(len(a)):

@@ -183,14 +183,15 @@ def plan(
 
     table = SampleTable.open(table_path)
     engine, _ = _engine(tree)
-    info = engine.info()
-    _require_same_spec(out, info.spec)
-    progress.show("plan: cutting the samples into shards", force=True)
-    found = estimate(table, tree.capture, info, train_tokens_per_s=train_tokens_per_s)
-    if probe:
-        progress.show("plan: loading the engine for a probe of 32 samples", force=True)
-        speed = probe_tokens_per_s(table, tree.capture, engine, lambda text: progress.show(text, force=True))
-        found = dataclasses.replace(found, capture_tokens_per_s=speed)
+    with contextlib.closing(engine):
+        info = engine.info()
+        _require_same_spec(out, info.spec)
+        progress.show("plan: cutting the samples into shards", force=True)
+        found = estimate(table, tree.capture, info, train_tokens_per_s=train_tokens_per_s)
+        if probe:
+            progress.show("plan: loading the engine for a probe of 32 samples", force=True)
+            speed = probe_tokens_per_s(table, tree.capture, engine, lambda text: progress.show(text, force=True))
+            found = dataclasses.replace(found, capture_tokens_per_s=speed)
     progress.close()
     obstacles = found.obstacles()
     lines = [*estimate_lines(found), *(f"no-go: {line}" for line in obstacles)]

@@ -65,7 +65,7 @@ class EngineConfig(Section):
     """`hf` computes in this process; `sglang` asks a server that `eyas serve` started."""
     url: str = "http://127.0.0.1:30000"
     """The server's address."""
-    reconnect_s: float = Field(1800.0, ge=0.0)
+    reconnect_s: float = Field(900.0, ge=0.0)
     """How long capture waits for a server that is gone to come back."""
     check_layers: Literal["auto", "target", "layer", "off"] = "auto"
     """How a probe checks a server's auxiliary states: against the whole `target` in this process, or each against its

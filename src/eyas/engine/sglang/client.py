@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import resource
 import secrets
 import threading
 import time
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 REFERENCE_SAMPLES = 8
 """So many samples of a run have their auxiliary states computed again in this process; it is slow."""
+MAX_OPEN_FILES = 65_536
 
 
 class SglangEngine:
@@ -153,6 +155,7 @@ class SglangEngine:
             self._run.close()  # the server came back with another directory, or somebody emptied it
             self._run = None
         if self._run is None:
+            _allow_open_files()
             if not staging.is_dir():
                 raise EngineError(
                     f"the server at {self._url} (host {self._hello['host']}) stages in {staging}, which does not exist "
@@ -220,3 +223,11 @@ class SglangEngine:
             host=str(hello["host"]),
         )
         return EngineInfo(spec=spec, provenance=provenance, max_tokens=int(hello["max_tokens"]))
+
+
+def _allow_open_files() -> None:
+    """Each answer is a mapped file, and a mapping keeps a descriptor: as many as this user may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

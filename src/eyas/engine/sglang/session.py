@@ -72,6 +72,7 @@ class _Turn:
     sent_bytes: int = 0
     """Of the requests in flight."""
     sent_tokens: int = 0
+    share_used_up: bool = False
     heard_at: float = field(default_factory=time.monotonic)
     over: bool = False
 
@@ -252,7 +253,13 @@ class Session:
             return True  # what is asked for once more had its room all along; others may wait for it to be written
         if len(turn.flights) >= MAX_FLIGHTS:
             return False
-        return turn.sent_bytes + self.held_bytes + self._need(request) <= self._share_bytes
+        used = turn.sent_bytes + self.held_bytes
+        # Once the share is used up, nothing goes out before a quarter of it is free: a server that is sent requests
+        # one by one, as bytes trickle back, computes batches of one.
+        if turn.share_used_up and used > self._share_bytes * 3 // 4:
+            return False
+        turn.share_used_up = used + self._need(request) > self._share_bytes
+        return not turn.share_used_up
 
     def _need(self, request: CaptureRequest) -> int:
         return len(request.token_ids) * self._bytes_per_token
