@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eyas.capture import loop
+from eyas.capture import loop, status
 from eyas.capture.plan import order_key
 from eyas.capture.requests import Requests
 from eyas.data.table import SampleTable
@@ -919,3 +919,11 @@ def test_a_disk_that_fills_up_under_many_threads_stops_the_run(tmp_path: Path, m
     assert not list((out / "shards").glob("*.tmp")) and not list((out / "shards").glob(".*.tmp"))
     assert run(table, config(out, shard_tokens=200)).pending == 0
     assert verify(out).exit_code == 0
+
+
+def test_a_heartbeat_that_cannot_be_read_is_not_taken_for_none(table: SampleTable, out: Path) -> None:
+    run(table, config(out))
+    Layout(out).heartbeat.write_bytes(b"\x00garbage")
+    assert status.status(out).headline().startswith("heartbeat.json cannot be read")
+    Layout(out).heartbeat.unlink()
+    assert status.status(out).headline() == "no capture has run here"

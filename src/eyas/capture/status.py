@@ -21,6 +21,7 @@ from eyas.store.writer import read_head
 
 STALE_S = 15.0
 """A live process beats every second; an older heartbeat means a machine that hangs or a clock that jumped."""
+UNREADABLE = "heartbeat.json cannot be read: whether a capture runs here is not known"
 FINAL_STATES = ("complete", "stopped", "failed")
 
 
@@ -98,7 +99,7 @@ class Status:
         if self.problems and not self.alive:
             return f"damaged: {len(self.problems)} problems"
         if not self.process:
-            return "no capture has run here"
+            return self.state or "no capture has run here"
         if self.alive is None:
             return f"{self.state}, says {self.process}, another host: look at the age of its heartbeat"
         if self.alive and self.heartbeat_age_s is not None and self.heartbeat_age_s > STALE_S:
@@ -154,7 +155,7 @@ def status(root: Path) -> Status:
         free_bytes=free_bytes(root),
         rejects_by_reason=dict(Counter(latest_reason.values())),
         alive=alive,
-        state=str(beat.get("state", "")),
+        state=str(beat.get("state", "")) if beat or not layout.heartbeat.exists() else UNREADABLE,
         process=f"pid {beat['pid']} on {beat['host']}" if beat else "",
         heartbeat_age_s=round(max(0.0, now - beat["time"]), 1) if beat else None,
         last_commit_age_s=round(max(0.0, now - last_commit), 1) if last_commit is not None else None,
