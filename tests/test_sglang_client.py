@@ -190,8 +190,8 @@ def require_values(out: Path, table: SampleTable, own: HfEngine) -> None:
     stored = DataSet(out)
     for sample in table.samples():
         found = stored[stored.index_of(sample.sample_id)]
-        for k, expected in own.hidden_states(sample.token_ids).items():
-            states = np.frombuffer(found.field(f"hidden.{k}"), dtype="<f4").reshape(-1, 32)
+        for name, expected in own.states(sample.token_ids).items():
+            states = np.frombuffer(found.field(name), dtype="<f4").reshape(-1, 32)
             np.testing.assert_allclose(states, expected, rtol=1e-5, atol=1e-5)
     stored.close()
 

@@ -229,7 +229,10 @@ def serve(
     from eyas.serve.run import serve as stage
 
     if plugin is not None:
-        write_plugin(plugin)
+        try:
+            write_plugin(plugin)
+        except OSError as error:
+            raise ConfigError(f"--plugin {plugin}: {error.strerror}; give a directory to be made or filled") from None
         progress.close()
         _print(
             f"{plugin}: put it first on the server's PYTHONPATH, set EYAS_CAPTURE to the settings file, and mount the "
@@ -267,12 +270,15 @@ def capture(
     out = _need_directory(tree.capture.out, "capture.out")
     table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
     progress = log.Progress(interval_s=tree.capture.interval_s)
-    stop = _stop_by_event()
     from eyas.capture.run import capture as stage
     from eyas.data.table import SampleTable
 
     table = SampleTable.open(table_path)
+    # Until the engine has said what it is, Ctrl-C ends us at once; from then on the run stops in good order.
+    _stop_by_exception()
     engine, head = _engine(tree)
+    engine.info()
+    stop = _stop_by_event()
     with contextlib.closing(engine):
         receipt = stage(
             tree.capture,

@@ -41,6 +41,12 @@ class EngineUnavailable(EngineError):
     exit_code = EXIT_INCOMPLETE
 
 
+class EngineGone(EngineError):
+    """The engine was waited for as long as was asked, and stayed away: the same command goes on from here."""
+
+    exit_code = EXIT_INCOMPLETE
+
+
 class EngineRefused(EngineError):
     """The engine will never answer this sample (400, 413, 422, too long): a reject, not a retry."""
 

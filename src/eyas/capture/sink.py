@@ -154,7 +154,7 @@ class Sink:
             shard = whole.shard
             try:
                 wait(whole.puts)
-                if self._failure is None:
+                if shard.written:
                     self._on_commit(shard.commit(self._provenance, run_id=self._run_id, committed_at=time.time()))
                 else:
                     shard.abandon()

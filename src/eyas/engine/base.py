@@ -45,6 +45,8 @@ class Reference:
     """`[T-1]`: log-probability of token `t+1` at row `t`."""
     hidden: Mapping[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     """`[T, H]` float32 by hidden-state index, where the engine can give them."""
+    last: npt.NDArray[np.float32] | None = None
+    """`[T, H]` float32: the last hidden state as the spec has it, where it can be computed without the engine."""
     alone: Mapping[str, StateBlock] = field(default_factory=dict)
     """The sample's fields captured in a batch of its own, where the engine can give them."""
 

@@ -212,7 +212,7 @@ class FakeEngine:
         last = normed(self.hidden(token_ids, self.settings.num_layers))
         logprobs, _ = self.head.next_logprobs(last[:-1], token_ids[1:], "post")
         hidden = {k: self.hidden(token_ids, k) for k in range(self.settings.num_layers)}
-        return Reference(logprobs, hidden, self._fields(token_ids))
+        return Reference(logprobs, hidden, alone=self._fields(token_ids))
 
     def _spoil(self, answer: CaptureAnswer, fault: Fault) -> CaptureAnswer:
         k = fault.layer if fault.layer is not None else self._spec.aux_layers[0]

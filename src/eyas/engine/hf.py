@@ -206,10 +206,10 @@ class HfEngine:
                 started.wait()
 
     @torch.inference_mode()
-    def hidden_states(self, token_ids: npt.NDArray[np.int32]) -> dict[int, npt.NDArray[np.float32]]:
-        """`[T, H]` float32 of one sequence by hidden-state index, for every auxiliary layer of this engine."""
+    def states(self, token_ids: npt.NDArray[np.int32]) -> dict[str, npt.NDArray[np.float32]]:
+        """`[T, H]` float32 of one sequence by field: the auxiliary layers of this engine, and `last` after the norm."""
         states = self._forward(self._load(), [token_ids])
-        return {k: states[hidden_field(k)][0].float().cpu().numpy() for k in self._aux_layers}
+        return {name: tensor[0].float().cpu().numpy() for name, tensor in states.items()}
 
     def close(self) -> None:
         """Let go of the model; answers that were given stay valid."""

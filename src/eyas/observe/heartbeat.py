@@ -79,4 +79,6 @@ def read(path: Path) -> dict[str, Any] | None:
         body = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return body if isinstance(body, dict) and {"host", "pid", "time"} <= body.keys() else None
+    if not isinstance(body, dict) or not isinstance(body.get("host"), str) or type(body.get("pid")) is not int:
+        return None
+    return body if type(body.get("time")) in (int, float) else None

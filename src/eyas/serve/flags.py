@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eyas.config import EngineConfig, ServeConfig
+from eyas.errors import ConfigError
 
 Flags = dict[str, Any]
 """Values by flag, spelled with hyphens: True is a flag without a value, False one that is left out."""
@@ -79,12 +80,19 @@ def as_words(flags: Mapping[str, Any]) -> list[str]:
             continue
         words.append(f"--{name}")
         if isinstance(value, dict):
-            words.append(json.dumps(value, separators=(",", ":")))
+            words.append(_as_json(name, value))
         elif isinstance(value, list):
-            words += [str(item) for item in value]
+            words += [_as_json(name, item) if isinstance(item, dict) else str(item) for item in value]
         elif value is not True:
             words.append(str(value))
     return words
+
+
+def _as_json(name: str, value: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(value, separators=(",", ":"))
+    except TypeError as error:
+        raise ConfigError(f"engine.extra.{name}: {error}; write dates as text") from None
 
 
 def contradictions(extra: Mapping[str, Any]) -> list[str]:

@@ -60,8 +60,16 @@ def prepare(plan: ServerPlan, samples: Path | None, resolved_config: str) -> Sta
             min_free_bytes=plan.serve.min_free_bytes,
             pool_bytes=plan.serve.pool_bytes,
         )
+        free = free_bytes(plan.staging)
+        usable = min(limits.staged_bytes, free - limits.min_free_bytes)
+        if usable <= 0:
+            raise ConfigError(
+                f"serve.staging {plan.staging}: {human_bytes(free)} are free and "
+                f"{human_bytes(limits.min_free_bytes)} must stay so (serve.min_free_bytes): nothing could be staged; "
+                "give the container more shared memory, or lower that"
+            )
         if samples is not None and samples.is_file():
-            problem = quota_problem(plan, limits.staged_bytes, _largest_sample(samples))
+            problem = quota_problem(plan, usable, _largest_sample(samples))
             if problem is not None:
                 raise ConfigError(problem)
         write_plugin(plan.places.plugin)

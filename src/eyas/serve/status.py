@@ -57,23 +57,28 @@ def server_status(out: Path) -> ServerStatus | None:
     if beat is None:
         return None
     alive = heartbeat.is_alive(beat)
-    server_pid = beat.get("server_pid")
+    server_pid = _whole(beat.get("server_pid"))
     server_alive: bool | None = None
     if server_pid is not None and alive is not None:
-        ticks = heartbeat.start_ticks(int(server_pid))
+        ticks = heartbeat.start_ticks(server_pid)
         server_alive = ticks is not None and ticks == beat.get("server_started")
     version = str(beat.get("engine_version", ""))
+    since = beat.get("since")
     return ServerStatus(
         state=str(beat.get("state", "")),
         url=str(beat.get("url", "")),
         engine=f"SGLang {version}" if version else "",
         alive=alive,
         pid=int(beat["pid"]),
-        server_pid=None if server_pid is None else int(server_pid),
+        server_pid=server_pid,
         server_alive=server_alive,
-        restarts=int(beat.get("restarts", 0)),
-        since_s=round(max(0.0, time.time() - float(beat.get("since", beat["time"]))), 1),
+        restarts=_whole(beat.get("restarts")) or 0,
+        since_s=round(max(0.0, time.time() - (since if isinstance(since, int | float) else beat["time"])), 1),
         error=str(beat.get("error", "")),
         log=str(places.log),
         last_log_line="".join(tail(places.log, 1)),
     )
+
+
+def _whole(value: object) -> int | None:
+    return value if type(value) is int else None

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from eyas.errors import EyasError
+from eyas.errors import EyasError, StoreError
 from eyas.records import (
     DTYPE_BYTES,
     FORMAT_VERSION,
@@ -164,12 +164,18 @@ class ShardWriter:
     def complete(self) -> bool:
         return self._next == len(self._planned)
 
+    @property
+    def written(self) -> bool:
+        """Whether everything that was placed is in the payload."""
+        return all(all(digests) for digests in self._digests.values())
+
     def commit(self, provenance: Provenance, *, run_id: str, committed_at: float) -> ShardRecord:
         """Finish the payload, give it its name, write the record. Returns the record.
 
         Raises OutOfSpace or StoreError, and EyasError if another commit of this shard came first: that one stands.
         """
-        assert self.complete and all(all(digests) for digests in self._digests.values())
+        if not (self.complete and self.written):
+            raise StoreError(f"{self._temporary}: not all samples of the shard were written", path=self._temporary)
         digest = self._finish_payload() if self._fd is not None else None
         record = self._record(digest, provenance, run_id, committed_at)
         path = self._layout.record(self.shard_id)

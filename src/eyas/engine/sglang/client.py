@@ -23,7 +23,7 @@ from eyas.engine.base import CaptureAnswer, CaptureFailure, EngineInfo, RequestS
 from eyas.engine.sglang.reference import LayerCheck, layer_check
 from eyas.engine.sglang.server import ENGINE, ask_hello
 from eyas.engine.sglang.session import Session
-from eyas.errors import ConfigError, EngineError, EngineUnavailable
+from eyas.errors import ConfigError, EngineError, EngineGone, EngineUnavailable
 from eyas.log import human_bytes, human_time
 from eyas.records import CaptureSpec, Provenance
 from eyas.target.files import open_target, quantisation, target_digest
@@ -124,7 +124,7 @@ class SglangEngine:
             except EngineUnavailable as error:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise EngineUnavailable(
+                    raise EngineGone(
                         f"{error}; it did not come back within {human_time(self._config.reconnect_s)} "
                         "(engine.reconnect_s)",
                         engine=ENGINE,
@@ -163,6 +163,15 @@ class SglangEngine:
                     "container",
                     engine=ENGINE,
                 )
+            room = self._hello["room"]
+            usable = min(int(room["limit"]), int(room["free"]) + int(room["staged"]) - int(room["min_free"]))
+            if usable <= self.info().spec.bytes_per_token:
+                raise EngineError(
+                    f"{staging}: the server has no room for states: {human_bytes(int(room['free']))} are free, "
+                    f"{human_bytes(int(room['min_free']))} must stay so (serve.min_free_bytes); give the container "
+                    "more shared memory, or lower that",
+                    engine=ENGINE,
+                )
             removed, num_bytes = staged.remove_dead_runs(staging)
             if removed:
                 logger.warning("removed what %d dead runs had left in %s: %s", removed, staging, human_bytes(num_bytes))
@@ -198,6 +207,13 @@ class SglangEngine:
                     f"target.path {self._target.path} has {key} {config[key]}, the server at {self._url} serves "
                     f"{hello[name]} ({hello['model_path']}): not the same model"
                 )
+        digest = target_digest(self._target.path)
+        served = Path(str(hello["model_path"]))
+        if served.is_dir() and not served.samefile(self._target.path) and target_digest(served) != digest:
+            raise ConfigError(
+                f"target.path {self._target.path} and what the server at {self._url} serves ({served}) have different "
+                "weights; set target.path to the served model"
+            )
         layers = tuple(int(k) for k in hello["aux_layers"])
         if self._aux_layers is not None and self._aux_layers != layers:
             raise ConfigError(
@@ -206,7 +222,7 @@ class SglangEngine:
             )
         own = quantisation(files.config)
         spec = CaptureSpec(
-            target_digest=target_digest(self._target.path),
+            target_digest=digest,
             quantisation=own if hello["quantization"] == "none" else str(hello["quantization"]),
             num_layers=int(hello["num_layers"]),
             hidden_size=int(hello["hidden_size"]),
@@ -215,7 +231,16 @@ class SglangEngine:
             last_hidden_norm=hello["last_hidden_norm"],
             dtype=hello["dtype"],
         )
-        told = ("torch", "architecture", "device", "dtype", "tp_size", "attention", "chunked_prefill_size")
+        told = (
+            "torch",
+            "architecture",
+            "model_path",
+            "device",
+            "dtype",
+            "tp_size",
+            "attention",
+            "chunked_prefill_size",
+        )
         provenance = Provenance(
             engine=ENGINE,
             version=str(hello["sglang"]),

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from eyas.config import EngineConfig, TargetConfig
 from eyas.errors import ConfigError
 from eyas.log import human_bytes
-from eyas.records import CaptureSpec, TokenIds
+from eyas.records import LAST, CaptureSpec, TokenIds
 from eyas.target.files import open_target, tensor_entries
 from eyas.values import median_row_error
 
@@ -29,6 +29,8 @@ NAMED_FROM = 3e-2
 
 States = Mapping[int, npt.NDArray[np.float32]]
 """`[T, H]` by hidden-state index."""
+Computed = tuple[dict[int, npt.NDArray[np.float32]], npt.NDArray[np.float32] | None]
+"""Auxiliary states by index, and the last one after the norm."""
 
 
 class LayerCheck(Protocol):
@@ -37,10 +39,10 @@ class LayerCheck(Protocol):
     needs_neighbours: bool
     """Whether it needs the state before each auxiliary one."""
 
-    def hidden(self, token_ids: TokenIds, states: States) -> dict[int, npt.NDArray[np.float32]]:
-        """`[T, H]` by hidden-state index: the auxiliary ones, and perhaps more, for naming the cause of a difference.
+    def hidden(self, token_ids: TokenIds, states: States) -> Computed:
+        """The auxiliary states `[T, H]` by index, perhaps more, for naming the cause of a difference; and the last one.
 
-        `states` are the captured ones. Empty where nothing can be computed.
+        `states` are the captured ones. Empty and None where nothing can be computed.
         """
         ...
 
@@ -72,8 +74,10 @@ class _WholeTarget:
         config = EngineConfig(kind="hf", dtype="float32", device="cpu")
         self._engine = HfEngine(target, config, tuple(sorted(layers)))
 
-    def hidden(self, token_ids: TokenIds, states: States) -> dict[int, npt.NDArray[np.float32]]:
-        return self._engine.hidden_states(token_ids)
+    def hidden(self, token_ids: TokenIds, states: States) -> Computed:
+        found = self._engine.states(token_ids)
+        last = found.pop(LAST)
+        return {int(name.removeprefix("hidden.")): values for name, values in found.items()}, last
 
 
 class _SingleLayers:
@@ -87,7 +91,7 @@ class _SingleLayers:
         self._spec = spec
         self._unable: set[int] = set()
 
-    def hidden(self, token_ids: TokenIds, states: States) -> dict[int, npt.NDArray[np.float32]]:
+    def hidden(self, token_ids: TokenIds, states: States) -> Computed:
         found = {}
         for k in self._spec.aux_layers:
             if k - 1 not in states or k in self._unable:
@@ -106,11 +110,11 @@ class _SingleLayers:
             except ConfigError as error:
                 self._unable.add(k)
                 logger.warning("hidden state %d is not checked: %s", k, error)
-        return found
+        return found, None
 
 
 class _Nothing:
     needs_neighbours = False
 
-    def hidden(self, token_ids: TokenIds, states: States) -> dict[int, npt.NDArray[np.float32]]:
-        return {}
+    def hidden(self, token_ids: TokenIds, states: States) -> Computed:
+        return {}, None

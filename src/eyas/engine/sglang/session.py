@@ -457,22 +457,30 @@ class Session:
             flags = staged.RANKS if int(self._hello["tp_size"]) > 1 else ""
             if check is not None and check.needs_neighbours and self._hello["neighbours"]:
                 flags += staged.NEIGHBOURS
-            name, found, meta = await self._states(next(self._serials), request, flags, logprobs=True)
+            try:
+                name, found, meta = await self._states(next(self._serials), request, flags, logprobs=True)
+            except EngineRefused:
+                if staged.NEIGHBOURS not in flags:
+                    raise
+                # With its neighbours the sample may be too large for the server; without them it was not.
+                flags, check = flags.replace(staged.NEIGHBOURS, ""), None
+                name, found, meta = await self._states(next(self._serials), request, flags, logprobs=True)
             try:
                 if staged.RANKS in flags:
                     await self._compare_ranks(name, request, found)
             finally:
                 self._awaited.discard(name.serial)
             hidden: dict[int, npt.NDArray[np.float32]] = {}
+            last = None
             if check is not None:
                 states = {
                     int(name.removeprefix("hidden.")): as_float32(data, dtype, shape[1])
                     for name, (dtype, shape, data) in found.fields.items()
                     if name != LAST
                 }
-                hidden = await self._aside(partial(check.hidden, request.token_ids, states))
+                hidden, last = await self._aside(partial(check.hidden, request.token_ids, states))
             wanted = {name: block for name, block in _blocks(found).items() if name in self._info.spec.fields}
-            return Reference(_logprobs(meta, request), hidden, wanted)
+            return Reference(_logprobs(meta, request), hidden, last, wanted)
 
     def _is_quiet(self) -> bool:
         """Whether nothing is in flight but samples to be checked."""
