@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import tiny_models
 from eyas.capture.run import Receipt, capture
@@ -37,6 +39,7 @@ from eyas.errors import (
     CaptureMismatch,
     ConfigError,
     EngineError,
+    EngineGone,
     EngineUnavailable,
     EyasError,
     SpecMismatch,
@@ -419,8 +422,8 @@ def test_a_server_that_stays_away_ends_the_run_resumably(
     server = world.serve(after_probe(lambda asked: Act(before=server_kill) if len(asked.ids) == 9 else None))
     server_kill = server.kill
     start = time.monotonic()
-    with pytest.raises(EngineUnavailable, match=r"did not come back within .*engine\.reconnect_s") as caught:
-        world.capture(table, cfg(out, max_attempts=1), world.engine(reconnect_s=reconnect_s))
+    with pytest.raises(EngineGone, match=r"did not come back within .*engine\.reconnect_s") as caught:
+        world.capture(table, cfg(out), world.engine(reconnect_s=reconnect_s))
     assert caught.value.exit_code == 3 and reconnect_s <= time.monotonic() - start < 10
     assert list(world.staging.iterdir()) == []
     world.serve()
@@ -1156,3 +1159,27 @@ def test_a_failed_answer_keeps_no_memory(world: World) -> None:
 
 def test_stagers_of_the_stand_in_are_the_real_ones(world: World) -> None:
     assert all(type(stager) is Stager for stager in world.serve().stagers)
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_other_weights_behind_the_last_auxiliary_layer_are_named(
+    world: World, out: Path, table: SampleTable, tmp_path: Path, visible: bool
+) -> None:
+    """The server's log-probabilities agree with its own states: only the target tells others apart."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(world.target)
+    with torch.no_grad():
+        for weight in model.model.layers[3].parameters():
+            weight.mul_(1.5)
+    other = tmp_path / "other"
+    model.save_pretrained(other)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (world.target / name).exists():
+            shutil.copy(world.target / name, other)
+    mine, world.target = world.target, other
+    world.serve()
+    world.target = mine
+    if not visible:
+        other.rename(tmp_path / "elsewhere")
+    error, text = (ConfigError, "different weights") if visible else (CaptureMismatch, "serve other weights")
+    with pytest.raises(error, match=text):
+        world.capture(table, cfg(out), world.engine(check_layers="target"))
