@@ -1118,7 +1118,10 @@ def test_a_call_that_waits_for_a_dead_server_gives_way_to_the_next(world: World)
     with pytest.raises(EngineUnavailable, match="is gone"):
         list(engine.capture(Batch([request(3)])))
     waiting = threading.Thread(target=lambda: list(engine.capture(Batch([request(4)]))))
+    turn = engine._turn
     waiting.start()
+    while engine._turn == turn:
+        time.sleep(0.001)
     threading.Timer(0.3, world.serve).start()
     assert lengths(list(engine.capture(Batch([request(5)])))) == [5]
     waiting.join(5)
