@@ -58,6 +58,15 @@ RANKS = "r"
 NEIGHBOURS = "n"
 """Flag: also stage the hidden state before each auxiliary one."""
 
+INFO_KEY = "eyas"
+"""Where an answer carries what the plugin says of its request."""
+FULL = "full"
+"""Reason of a failure that passes: the staging directory, its file system or the host pool has no room just now."""
+TOO_LARGE = "too_large"
+"""Reason of a failure that does not: the request alone is more than there ever is room for."""
+NO_DIRECTORY = "no_directory"
+ROWS = "rows"
+
 
 class StagedError(Exception):
     """A staged file is not what it should be; the text says which and why."""

@@ -25,18 +25,12 @@ import torch
 
 from eyas.engine import staged
 from eyas.engine.pinned import HostPool
-from eyas.engine.staged import ITEM_BYTES, TOKEN_IDS, RequestName
+from eyas.engine.staged import FULL, ITEM_BYTES, NO_DIRECTORY, ROWS, TOKEN_IDS, TOO_LARGE, RequestName
 
 logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
-FULL = "full"
-"""Reason of a failure that passes: the staging directory, its file system or the host pool has no room just now."""
-TOO_LARGE = "too_large"
-"""Reason of a failure that does not: the request alone is more than there ever is room for."""
-NO_DIRECTORY = "no_directory"
-ROWS = "rows"
 PARTIAL_PATIENCE = 64
 """Forwards after which the chunks of a request that sent no further one are dropped: it was aborted."""
 

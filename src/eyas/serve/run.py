@@ -14,6 +14,7 @@ from typing import Any, Literal
 from eyas.data.table import SampleTable
 from eyas.engine import staged
 from eyas.engine.sglang.deploy import write_plugin, write_settings
+from eyas.engine.sglang.server import ask_hello
 from eyas.engine.stager import StagingLimits, free_bytes
 from eyas.errors import ConfigError, EngineError, EngineUnavailable
 from eyas.log import Progress, human_bytes, human_time
@@ -23,7 +24,7 @@ from eyas.serve import causes
 from eyas.serve.causes import how_it_ended, likely_cause
 from eyas.serve.command import ServerPlan, quota_problem, text_config
 from eyas.serve.process import ServerProcess, note
-from eyas.serve.watch import Watch, hello
+from eyas.serve.watch import Watch
 from eyas.store.files import Files, raise_store_error
 
 TAIL_LINES = 15
@@ -96,7 +97,7 @@ def running_server(plan: ServerPlan) -> str | None:
         _require_free_port(plan)
         return None
     try:
-        said = hello(plan.url)
+        said = ask_hello(plan.url)
     except EngineError as error:
         if other is not None and isinstance(error, EngineUnavailable):
             raise ConfigError(

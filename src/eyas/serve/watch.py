@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -51,14 +50,8 @@ class Watch:
 
     def _ask(self) -> None:
         try:
-            self.hello = hello(self._url)
+            self.hello = ask_hello(self._url)
         except EngineUnavailable:
             pass  # it has only just begun to answer
         except EngineError as error:
             self.refused = error
-
-
-def hello(url: str) -> Mapping[str, Any]:
-    """What the server says of itself; raises as `ask_hello` does."""
-    # Names of requests are never used twice, also not by another process that asks just now.
-    return ask_hello(url, secrets.randbelow(10**17) + 10**17)

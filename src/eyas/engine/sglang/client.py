@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import resource
-import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -65,7 +64,7 @@ class SglangEngine:
     def info(self) -> EngineInfo:
         """What the server serves and how it captures: it is asked, and checked against the target's files."""
         if self._info is None:
-            self._hello = self._ask_hello()
+            self._hello = ask_hello(self._url)
             self._info = self._info_from(self._hello)
         return self._info
 
@@ -119,7 +118,7 @@ class SglangEngine:
                        human_time(self._config.reconnect_s))  # fmt: skip
         while True:
             try:
-                hello = self._ask_hello()
+                hello = ask_hello(self._url)
                 break
             except EngineUnavailable as error:
                 left = deadline - time.monotonic()
@@ -137,8 +136,8 @@ class SglangEngine:
         differences = found.spec.differences(info.spec)
         if differences:
             raise ConfigError(f"the server at {self._url} came back different: {'; '.join(differences)}")
-        then = {"version": info.provenance.version, "model": self._hello["model_path"], **info.provenance.settings}
-        now = {"version": found.provenance.version, "model": hello["model_path"], **found.provenance.settings}
+        then = {"version": info.provenance.version, **info.provenance.settings}
+        now = {"version": found.provenance.version, **found.provenance.settings}
         changes = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
         if changes:
             raise EngineError(
@@ -185,10 +184,6 @@ class SglangEngine:
                 ) from None
         return self._run
 
-    def _ask_hello(self) -> dict[str, Any]:
-        # Two clients may ask at the same moment: the names of requests are never used twice.
-        return ask_hello(self._url, secrets.randbelow(10**17))
-
     def _info_from(self, hello: Mapping[str, Any]) -> EngineInfo:
         if self._target.path is None:
             raise ConfigError(
@@ -234,7 +229,6 @@ class SglangEngine:
         told = (
             "torch",
             "architecture",
-            "model_path",
             "device",
             "dtype",
             "tp_size",
@@ -244,7 +238,8 @@ class SglangEngine:
         provenance = Provenance(
             engine=ENGINE,
             version=str(hello["sglang"]),
-            settings={name: str(hello[name]) for name in told} | {"target_config": files.config_digest},
+            settings={name: str(hello[name]) for name in told}
+            | {"model": str(hello["model_path"]), "target_config": files.config_digest},
             host=str(hello["host"]),
         )
         return EngineInfo(spec=spec, provenance=provenance, max_tokens=int(hello["max_tokens"]))

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from eyas.engine import staged
-from eyas.engine.staged import RequestName
+from eyas.engine.staged import INFO_KEY, RequestName
 from eyas.engine.stager import Stager, StagingLimits
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,6 @@ SETTINGS_VARIABLE = "EYAS_CAPTURE"
 """Set by the launcher alone: the path of the settings file."""
 KNOWN_VERSIONS = ("0.5.17", "0.5.23")
 """SGLang versions that the plugin was run in; others warn, and the client's probe decides."""
-INFO_KEY = "eyas"
-"""Where an answer's `meta_info` carries ours."""
 LAST = "last"
 _SETUP = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.configure_aux_hidden_state_capture"
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import httpx
 import numpy as np
 
 from eyas.engine import staged
-from eyas.engine.staged import RequestName
+from eyas.engine.staged import INFO_KEY, RequestName
 from eyas.errors import ConfigError, EngineError, EngineUnavailable
 
 ENGINE = "sglang"
-INFO_KEY = "eyas"
-"""Where an answer's `meta_info` carries what the plugin says."""
 
 
-def ask_hello(url: str, serial: int) -> dict[str, Any]:
-    """What the server at `url` says of itself; `serial` is one that was not used before.
+def ask_hello(url: str) -> dict[str, Any]:
+    """What the server at `url` says of itself.
 
     Raises EngineUnavailable where none answers, EngineError where it cannot be captured from, ConfigError where `url`
     is no address.
     """
-    name = RequestName("0" * 16, serial, 1, staged.HELLO)
+    # Several processes may ask at the same moment: the names of requests are never used twice.
+    name = RequestName("0" * 16, secrets.randbelow(10**18), 1, staged.HELLO)
     try:
         with httpx.Client(base_url=url, timeout=30.0, verify=needs_certificates(url), trust_env=False) as client:
             response = client.post("/generate", json=generate_body(name, [1]))

@@ -26,8 +26,8 @@ import numpy.typing as npt
 from eyas.engine import staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest, EngineInfo, Reference, RequestSource
 from eyas.engine.sglang.reference import LayerCheck
-from eyas.engine.sglang.server import ENGINE, INFO_KEY, brief, generate_body, needs_certificates
-from eyas.engine.staged import RequestName, Staged, StagedError
+from eyas.engine.sglang.server import ENGINE, brief, generate_body, needs_certificates
+from eyas.engine.staged import INFO_KEY, RequestName, Staged, StagedError
 from eyas.errors import EngineError, EngineRefused, EngineUnavailable
 from eyas.records import LAST, StateBlock
 from eyas.values import as_float32, median_row_error
@@ -334,7 +334,7 @@ class Session:
             try:
                 meta = await self._generate(name, request, logprobs=logprobs)
                 said = self._said(meta, request)
-                if said.get("reason") != "full":
+                if said.get("reason") != staged.FULL:
                     return name, await self._fetch(name, request), meta
             except BaseException:
                 self._awaited.discard(serial)
@@ -361,9 +361,9 @@ class Session:
                 engine=ENGINE,
             )
         error, reason = said.get("error"), said.get("reason")
-        if reason == "full" or (error is None and "path" in said):
+        if reason == staged.FULL or (error is None and "path" in said):
             return said
-        if reason == "no_directory":
+        if reason == staged.NO_DIRECTORY:
             raise EngineError(str(error), engine=ENGINE)
         make = EngineUnavailable if said.get("retry") else EngineRefused
         raise make(
