@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -25,6 +26,7 @@ import torch
 from eyas.capture.check import DeferredHead
 from eyas.capture.run import capture
 from eyas.config import CaptureConfig, EngineConfig, TargetConfig
+from eyas.connections import Connections
 from eyas.data.table import SampleTable, TableMetadata, TableWriter
 from eyas.engine.sglang.client import SglangEngine
 from eyas.engine.sglang.deploy import write_plugin, write_settings
@@ -127,15 +129,16 @@ def plain(server: Server, ids: Ids, in_flight_tokens: int) -> float:
     """Seconds for the server to prefill all prompts, so many tokens in flight."""
 
     async def run() -> float:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=1024)
-        async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits, trust_env=False) as client:
+        connections = Connections(base_url=server.url, timeout=httpx.Timeout(None), verify=False, keepalive_s=2.0)
+        async with contextlib.aclosing(connections) as client:
             free, room = in_flight_tokens, asyncio.Condition()
 
             async def one(prompt: np.ndarray[Any, Any]) -> None:
                 nonlocal free
                 parameters = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
                 body = json.dumps({"input_ids": prompt.tolist(), "sampling_params": parameters})
-                response = await client.post("/generate", content=body, headers={"content-type": "application/json"})
+                headers = {"content-type": "application/json"}
+                response = await client.request("POST", "/generate", content=body, headers=headers)
                 response.raise_for_status()
                 async with room:
                     free += len(prompt)

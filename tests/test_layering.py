@@ -14,7 +14,7 @@ import eyas
 SOURCE = Path(eyas.__file__).parent
 LEVELS: list[set[str]] = [
     {"errors", "records", "log"},
-    {"config", "values"},
+    {"config", "connections", "values"},
     {"target"},
     {"data", "store", "engine", "observe"},
     {"generate", "capture", "serve"},

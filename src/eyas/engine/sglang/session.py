@@ -23,6 +23,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
+from eyas.connections import Connections
 from eyas.engine import staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest, EngineInfo, Reference, RequestSource
 from eyas.engine.sglang.reference import LayerCheck
@@ -45,6 +46,8 @@ STALLED_S = 30.0
 """When nothing was heard for so long, work is taken although enough is in flight: what hangs is asked for once more."""
 MAX_FLIGHTS = 512
 """Requests in flight, each with a connection of its own: a process has often but 1024 open files."""
+KEEPALIVE_S = 2.0
+"""Servers close what is idle, often after 5 s: not at the moment at which we use it again."""
 READERS = 4
 CLOSE_PATIENCE_S = 5.0
 
@@ -108,13 +111,11 @@ class Session:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
         self._thread.start()
-        self._client = httpx.AsyncClient(
+        self._connections = Connections(
             base_url=self._url,
             timeout=httpx.Timeout(None, connect=10.0),
-            # Servers close what is idle, often after 5 s: not at the moment at which we use it again.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MAX_FLIGHTS, keepalive_expiry=2.0),
             verify=needs_certificates(self._url),
-            trust_env=False,
+            keepalive_s=KEEPALIVE_S,
         )
         self._reference_lock = asyncio.Lock()
         self.lost = False
@@ -178,7 +179,7 @@ class Session:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.aclose()
+        await self._connections.aclose()
 
     def _lose(self) -> None:
         """The server is gone, or useless: nothing that it was asked will be answered."""
@@ -203,10 +204,15 @@ class Session:
         return None
 
     def _take(self, turn: _Turn, source: RequestSource) -> bool:
-        """Take work while there is room for it; False when all is done."""
+        """Take work while there is room for it; False when all is done.
+
+        Not before a quarter of the tokens in flight is free: what is sent one by one, as answers come back, is computed
+        one by one.
+        """
         room = self._budget_tokens - turn.sent_tokens
         stalled = time.monotonic() - turn.heard_at > STALLED_S
-        if stalled or (not turn.waiting and room > 0 and len(turn.flights) < MAX_FLIGHTS):
+        enough = room >= self._budget_tokens // 4 and len(turn.flights) <= MAX_FLIGHTS * 3 // 4
+        if stalled or (not turn.waiting and enough):
             idle = not turn.flights and not turn.waiting
             for request in source.take(max(room, 1), wait=idle):
                 if request.attempt > 1:
@@ -376,7 +382,8 @@ class Session:
         """POST /generate. Raises EngineRefused, EngineUnavailable (with the sample's id where it is only about it)."""
         body = generate_body(name, request.token_ids.tolist(), logprobs=logprobs)
         try:
-            response = await self._client.post(
+            response = await self._connections.request(
+                "POST",
                 "/generate",
                 content=json.dumps(body, separators=(",", ":")).encode(),
                 headers={"content-type": "application/json"},
@@ -547,7 +554,7 @@ class Session:
     async def _adapt(self, turn: _Turn) -> None:
         """More tokens in flight when nothing waits at the server, fewer when several batches do."""
         try:
-            response = await self._client.get("/v1/loads", params={"include": "core"}, timeout=5.0)
+            response = await self._connections.request("GET", "/v1/loads", params={"include": "core"}, timeout=5.0)
             loads = response.json()["loads"] if response.status_code == 200 else []
             waiting = sum(int(load["num_waiting_reqs"]) for load in loads)
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
