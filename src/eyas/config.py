@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import tomllib
 import types
@@ -37,15 +38,64 @@ class DataConfig(Section):
     """Conversations and the sample table made of them."""
 
     sources: tuple[Path, ...] = ()
-    """JSONL files of conversations."""
+    """Files of conversations: JSONL, JSON arrays or Parquet, also gzip or zstd; patterns like `chats/*.jsonl`."""
     samples: Path | None = None
     """The sample table (`samples.parquet`): written by `prepare`, read by `plan`, `capture` and `inspect`."""
     max_tokens: int = Field(4096, ge=2)
-    """Longer samples are dropped, with a count."""
+    """Tokens of the longest sample; `too_long` says what becomes of longer ones."""
+    too_long: Literal["drop", "turn", "cut"] = "drop"
+    """A longer sample is dropped, ends with the last `turn` that fits, or is `cut` in the middle of one; counted."""
+    last_turn_only: bool = False
+    """Supervise the last assistant turn alone."""
+    reasoning: bool = True
+    """Supervise what the target thought before it answered; else it is context only."""
+    ignore: tuple[str, ...] = ()
+    """Regular expressions: supervised text that matches one becomes context."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the chat template, `enable_thinking` say."""
+    date: datetime.date = datetime.date(2026, 1, 1)
+    """Today, for templates that write the date into the prompt: the same whenever `prepare` runs."""
+    held_out: float = Field(0.02, ge=0.0, lt=1.0)
+    """Share of the conversations held out of training, by the hash of their first user turn."""
+    draft_vocab_sizes: tuple[int, ...] = (8192, 16384, 32768)
+    """Sizes of a draft vocabulary whose coverage is reported."""
+    workers: int | None = Field(None, ge=1)
+    """Processes that tokenise; default: one for each core."""
+
+
+class MergeSource(Section):
+    """One source of `eyas data merge`."""
+
+    path: Path
+    """A file, a pattern like `chats/*.jsonl.gz`, or `-` for standard input."""
+    name: str = ""
+    """Becomes each conversation's `source`, unless it has one; default: the file's name."""
+    weight: float = Field(1.0, gt=0.0, le=1.0)
+    """Share of its conversations that is kept, by the hash of their content: a larger share holds a smaller one."""
+    cap: int | None = Field(None, ge=1)
+    """At most so many of its conversations."""
+    tags: tuple[str, ...] = ()
+    """Added to each conversation's tags."""
+
+
+class MergeConfig(Section):
+    """Several sources to one file of conversations."""
+
+    sources: tuple[MergeSource, ...] = ()
+    out: Path | None = None
+    """JSONL in one canonical form; gzip or zstd by its suffix."""
+    seed: int = 0
+    """Order of the conversations in `out`."""
+    benchmarks: tuple[Path, ...] = ()
+    """Prompts that the drafter will be evaluated on: conversations that share long passages with them are told."""
+    leakage: Literal["drop", "report"] = "drop"
+    """What becomes of conversations that share a passage with a benchmark."""
+    ngram: int = Field(13, ge=3)
+    """Words in a row that make a shared passage."""
 
 
 class GenerateConfig(Section):
-    """Answers from the target, in-process."""
+    """Answers from the target: from OpenAI-compatible servers, or, with none named, in this process."""
 
     prompts: Path | None = None
     """JSONL of conversations whose assistant turns are to be answered."""
@@ -54,8 +104,41 @@ class GenerateConfig(Section):
     max_new_tokens: int = Field(256, ge=1)
     temperature: float = Field(0.0, ge=0.0)
     """0 is greedy."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """For servers."""
     batch_size: int = Field(16, ge=1)
+    """Prompts answered together in this process."""
     seed: int = 0
+    endpoints: tuple[str, ...] = ()
+    """Addresses of servers up to and with `/v1`; several share the work by what they finish."""
+    model: str = ""
+    """The model's name at the servers; default: the only one that they list."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key."""
+    api_key_file: Path | None = None
+    """File that holds the key and nothing else."""
+    concurrency: int = Field(64, ge=1)
+    """Requests in flight at most, for each endpoint."""
+    max_attempts: int = Field(6, ge=1)
+    """Tries of one answer before its conversation is rejected."""
+    timeout_s: float = Field(60.0, gt=0.0)
+    """Time for one answer, beside `timeout_s_per_1k_tokens`."""
+    timeout_s_per_1k_tokens: float = Field(60.0, ge=0.0)
+    """Of `max_new_tokens`."""
+    keep_cut: bool = False
+    """Keep answers that `max_new_tokens` cut; else they are rejects. For servers; in this process they are kept."""
+    providers: tuple[str, ...] = ()
+    """For gateways: the providers that may answer, in this order."""
+    quantizations: tuple[str, ...] = ()
+    """For gateways: the quantisations that may answer."""
+    mixed_providers: bool = False
+    """Accept answers from several providers or quantisations in one file."""
+    price_per_1m: dict[Literal["prompt", "completion"], float] = Field(default_factory=dict)
+    """Price of a million tokens, where answers do not name their cost."""
+    max_cost: float | None = Field(None, gt=0.0)
+    """The run stops before it costs more, in the currency of the prices."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the servers in each request, untouched."""
 
 
 class EngineConfig(Section):
@@ -148,6 +231,7 @@ class Config(Section):
 
     target: TargetConfig = TargetConfig()
     data: DataConfig = DataConfig()
+    merge: MergeConfig = MergeConfig()
     generate: GenerateConfig = GenerateConfig()
     engine: EngineConfig = EngineConfig()
     serve: ServeConfig = ServeConfig()
@@ -228,7 +312,7 @@ def _apply(tree: dict[str, Any], override: str) -> list[str]:
     problems = _unknown({section: {name: None}}, f"'{override}'")
     if problems:
         return problems
-    if inner and name != "extra":
+    if inner and name not in ("extra", "template_options", "price_per_1m"):
         return [f"'{override}': {section}.{name} has no fields"]
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
