@@ -415,6 +415,27 @@ def test_a_server_that_is_killed_and_comes_back_costs_nothing(
     assert list(world.staging.iterdir()) == []
 
 
+def test_a_server_is_waited_for_longer_than_for_a_sample_and_the_state_says_so(
+    world: World, out: Path, table: SampleTable
+) -> None:
+    killed = threading.Event()
+
+    def kill() -> None:
+        if not killed.is_set():
+            killed.set()
+            world.servers[0].kill()
+            threading.Timer(4.0, world.serve).start()
+
+    world.serve(after_probe(lambda asked: Act(before=kill)))
+    impatient = cfg(out, timeout_s=1.0, timeout_s_per_1k_tokens=0.0, backoff_s=0.0, in_flight_bytes=30 * TOKEN_BYTES)
+    receipt = world.capture(table, impatient)
+    assert (receipt.committed, receipt.rejected) == (len(LENGTHS), 0)
+    states = [row["state"] for row in events(out, "state")]
+    waiting = f"waiting for the server at {world.servers[0].url}, which is gone"
+    assert states[states.index("capturing") :] == ["capturing", waiting, "capturing", "complete"]
+    assert waiting in world.said.getvalue()
+
+
 @pytest.mark.parametrize("reconnect_s", [0.0, 0.6])
 def test_a_server_that_stays_away_ends_the_run_resumably(
     world: World, out: Path, table: SampleTable, reconnect_s: float

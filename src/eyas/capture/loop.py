@@ -8,7 +8,7 @@ import time
 
 from eyas.capture.asker import Asker, backoff_s, timeout_s
 from eyas.capture.check import Head, check_answer, check_values
-from eyas.capture.monitor import Monitor
+from eyas.capture.monitor import CAPTURING, Monitor
 from eyas.capture.requests import TOO_LONG, Requests, Slot
 from eyas.capture.sink import Done, Sink
 from eyas.capture.stream import Outcome, Stream
@@ -58,6 +58,7 @@ class Loop:
                 self._monitor.tick()
                 # Not only when nothing arrives: others' answers must not keep a lost sample's place in the queue.
                 if time.monotonic() >= look_at:
+                    self._show_waiting()
                     self._settle_unsent()
                     self._expire()
                     look_at = time.monotonic() + LOOK_S
@@ -78,6 +79,15 @@ class Loop:
             raise
         finally:
             stream.stop()
+
+    def _show_waiting(self) -> None:
+        """An engine that waits for its server says so, and has a limit of its own: no time of ours runs meanwhile."""
+        waiting_for = getattr(self._engine, "waiting_for", "")
+        state = f"waiting for {waiting_for}" if waiting_for else CAPTURING
+        if waiting_for:
+            self._heard_at = time.monotonic()
+        if state != self._counts.state:
+            self._monitor.state(state)
 
     def _open_slots(self) -> bool:
         with self._lock:

@@ -50,6 +50,10 @@ class Counts:
     reasons: Counter[str] = field(default_factory=Counter)
 
 
+CAPTURING = "capturing"
+"""The state in which the progress line tells how far and how fast."""
+
+
 class Monitor:
     """Counts what happens and tells it to a person, to `events.jsonl` and to the heartbeat. Use as a context."""
 
@@ -204,7 +208,7 @@ class Monitor:
             f"{human_bytes(free_bytes(self.root))} disk left",
             f"ETA {human_time(eta) if eta is not None else '?'}",
         ]
-        if c.state != "capturing":
+        if c.state != CAPTURING:
             parts = [c.state, f"{human_time(time.monotonic() - self.started)} so far"]
         self._progress.show("capture: " + " · ".join(parts), force=force)
 

@@ -18,7 +18,7 @@ from eyas.capture.asker import Asker
 from eyas.capture.check import Head
 from eyas.capture.loop import Loop
 from eyas.capture.memory import give_back_memory, share_arena
-from eyas.capture.monitor import Monitor, free_bytes
+from eyas.capture.monitor import CAPTURING, Monitor, free_bytes
 from eyas.capture.plan import describe, extend, extend_retry, open_rejects, record_size, require_fit
 from eyas.capture.probe import PROBE_SAMPLES, RECHECKED_SAMPLES, probe, provenance_changes, recheck
 from eyas.capture.requests import DUPLICATE, TOO_LONG, OpenShard, Requests, Slot
@@ -198,7 +198,7 @@ class _Run:
     def capture(self, head: Head | None) -> None:
         """Capture every pending shard. Raises Stopped, or what went wrong; whole shards are committed anyway."""
         monitor = self._monitor
-        monitor.state("capturing")
+        monitor.state(CAPTURING)
         requests = Requests(self._slots(), self._config.in_flight_bytes)
         monitor.in_flight = lambda: (requests.in_flight_bytes, requests.in_flight_samples)
 

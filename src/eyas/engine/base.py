@@ -85,7 +85,11 @@ class RequestSource(Protocol):
 
 
 class Engine(Protocol):
-    """Computes hidden states of token sequences."""
+    """Computes hidden states of token sequences.
+
+    An engine may have `waiting_for: str`: what it waits for, by a limit of its own, before it takes work again; empty
+    while it computes.
+    """
 
     def info(self) -> EngineInfo: ...
 

@@ -60,6 +60,8 @@ class SglangEngine:
         """Which call of `capture` is the latest: an earlier one that still waits for the server gives up."""
         self._changed = threading.Condition()
         self._checking = threading.Lock()
+        self.waiting_for = ""
+        """As `engine.base.Engine` says: a server that is gone."""
 
     def info(self) -> EngineInfo:
         """What the server serves and how it captures: it is asked, and checked against the target's files."""
@@ -76,7 +78,11 @@ class SglangEngine:
             turn = self._turn
             self._changed.notify_all()
         if self._session is not None and self._session.lost:
-            self._await_server(info, turn)
+            self.waiting_for = f"the server at {self._url}, which is gone"
+            try:
+                self._await_server(info, turn)
+            finally:
+                self.waiting_for = ""
         with self._changed:
             if turn != self._turn:
                 return
