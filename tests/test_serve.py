@@ -336,6 +336,30 @@ def test_a_quota_below_the_largest_sample_is_refused(world: World) -> None:
     assert bytes_per_token(plan.target, "float8_e4m3fn", (1,)) is None
 
 
+def test_staging_that_cannot_be_is_named_by_its_field(world: World) -> None:
+    world.staging.write_text("a file")
+    with pytest.raises(ConfigError, match=r"serve\.staging: .*File exists; name a directory"):
+        prepare(world.plan(), None, "")
+    with pytest.raises(ConfigError, match=r"serve\.staging: /proc/nothing: No such file"):
+        prepare(world.plan("serve.staging=/proc/nothing"), None, "")
+
+
+def test_a_path_that_python_cannot_hold_is_refused(world: World) -> None:
+    with pytest.raises(ConfigError, match=r"capture\.out: .*a:b has a ':' in it"):
+        prepare(world.plan(f"capture.out={world.root}/a:b"), None, "")
+
+
+def test_the_files_of_a_running_serve_stay_as_they_are(world: World) -> None:
+    process = subprocess.Popen(command("serve", world.run_file), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(world, lambda b: b.get("state") == "ready")
+    before = (world.server / "capture.json").read_bytes()
+    done = eyas("serve", world.run_file, "--print", "serve.staging_bytes=2000000")
+    assert done.returncode == 2 and "runs from the files of" in done.stderr and done.stdout == ""
+    assert (world.server / "capture.json").read_bytes() == before
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
 def test_print_writes_plugin_and_settings_and_starts_nothing(world: World) -> None:
     done = eyas(
         "serve", world.run_file, "--print", 'engine.extra.x="two words"', env=os.environ | {"PYTHONPATH": "/a b"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -49,13 +50,27 @@ class Patience:
 
 
 def prepare(plan: ServerPlan, samples: Path | None, resolved_config: str) -> StagingLimits:
-    """Write what the server needs: staging directory, plugin, settings. Raises ConfigError, StoreError."""
+    """Write what the server needs: staging directory, plugin, settings.
+
+    Raises ConfigError, also while another `eyas serve` reads these files, and StoreError.
+    """
+    other = _other_serve(plan)
+    if other is not None:
+        raise ConfigError(
+            f"capture.out: 'eyas serve' (pid {other['pid']}, {other.get('state')}) runs from the files of "
+            f"{plan.places.root} at {other.get('url')}; stop it first"
+        )
+    if os.pathsep in str(plan.places.plugin):
+        raise ConfigError(
+            f"capture.out: {plan.places.root.parent} has a '{os.pathsep}' in it, which no Python path can hold; "
+            "choose another directory"
+        )
     try:
         is_new = not plan.places.root.parent.exists()
         plan.places.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if is_new:
             Files().sync_directory(plan.places.root.parent.parent)
-        plan.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_staging(plan.staging)
         limits = StagingLimits(
             staged_bytes=plan.serve.staging_bytes or free_bytes(plan.staging) // 2,
             min_free_bytes=plan.serve.min_free_bytes,
@@ -81,13 +96,30 @@ def prepare(plan: ServerPlan, samples: Path | None, resolved_config: str) -> Sta
     return limits
 
 
+def _make_staging(staging: Path) -> None:
+    """The staging directory, ours to write into. Raises ConfigError that names the field."""
+    try:
+        staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"serve.staging: {staging}: {error.strerror}; name a directory in shared memory") from None
+    if not os.access(staging, os.W_OK | os.X_OK, effective_ids=True):
+        raise ConfigError(
+            f"serve.staging: {staging} belongs to uid {staging.stat().st_uid} and uid {os.geteuid()} may not write there"
+        )
+
+
+def _other_serve(plan: ServerPlan) -> dict[str, Any] | None:
+    """The heartbeat of a live `eyas serve` for the same data set."""
+    beat = heartbeat.read(plan.places.heartbeat)
+    return beat if beat is not None and heartbeat.is_alive(beat) and beat.get("state") != "stopped" else None
+
+
 def running_server(plan: ServerPlan) -> str | None:
     """A line about the server that already answers at `engine.url` and fits; None where the port is free.
 
     Raises ConfigError when something else has the port, or another `eyas serve` runs for this data set.
     """
-    beat = heartbeat.read(plan.places.heartbeat)
-    other = beat if beat is not None and heartbeat.is_alive(beat) and beat.get("state") != "stopped" else None
+    other = _other_serve(plan)
     if not _answers(plan.host, plan.port):
         if other is not None:
             raise ConfigError(
@@ -230,7 +262,7 @@ class _Supervisor:
 
     def _one_server(self) -> _End | None:
         """Start a server and look after it until it ends; None when it was stopped on request."""
-        self._plan.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_staging(self._plan.staging)
         removed, num_bytes = staged.remove_dead_runs(self._plan.staging)
         if removed:
             self._say(f"serve: removed what {removed} dead runs had left in {self._plan.staging}: "
