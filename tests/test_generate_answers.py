@@ -26,10 +26,10 @@ def reject(name: str) -> dict[str, Any]:
 def write(out: Path, answered: list[str], rejected: list[str] | None = None) -> None:
     with AnswerFiles(out, SETTINGS) as files:
         for name in answered:
-            if name not in files.tally.done:
+            if not files.tally.is_done(name):
                 files.append_answer(row(name))
         for name in rejected or []:
-            if name not in files.tally.done:
+            if not files.tally.is_done(name):
                 files.append_reject(reject(name))
         files.sync()
 
@@ -64,7 +64,8 @@ def test_tally_counts_what_the_files_hold(tmp_path: Path) -> None:
     write(out, ["a"], ["x"])
     with AnswerFiles(out, SETTINGS) as files:
         files.append_answer({**row("b"), "finish_reason": ["stop", "length"], "ended_early": "cut_answer"})
-        assert files.tally.done == {"a", "b", "x"}
+        assert [files.tally.is_done(name) for name in "abxc"] == [True, True, True, False]
+        assert (files.tally.num_answered, files.tally.num_rejected) == (2, 1)
         assert dict(files.tally.finish_reasons) == {"stop": 2, "length": 1}
         assert dict(files.tally.ended) == {"cut_answer": 1}
         assert files.tally.generated_tokens == 2
@@ -123,7 +124,7 @@ def test_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
             AnswerFiles(out, SETTINGS).__enter__()
         first.append_answer(row("a"))
     with AnswerFiles(out, SETTINGS) as later:
-        assert later.tally.done == {"a"}
+        assert later.tally.is_done("a") and later.tally.num_done == 1
 
 
 def test_interrupted_write_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

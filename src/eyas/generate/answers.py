@@ -12,46 +12,176 @@ import fcntl
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
+import msgspec
+
+from eyas.config import GenerateConfig
 from eyas.errors import ConfigError, DataError, DataSetLocked, OutOfSpace, StoreError
+from eyas.generate.prompts import PromptReject
+from eyas.generate.rows import Known, RowTable
 
 FIRST_KEY = "row_id"
 LINE_START = b'{"row_id":"'
 """How each of our lines begins: what else ends in a torn line is somebody else's file and is left alone."""
 
 
+AnsweredBy = tuple[str, ...]
+"""Who answered, as told: provider, model, quantisation, fingerprint; empty where not told."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What answers took: tokens as the engine counts them, requests sent, money."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    requests: int = 0
+    cost: float = 0.0
+
+    def add(self, other: Usage) -> None:
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.requests += other.requests
+        self.cost += other.cost
+
+
+class AnswerLine(msgspec.Struct):
+    """What is counted of an answered row; the rest of the line is passed over."""
+
+    row_id: str
+    sampling: msgspec.Raw
+    target: msgspec.Raw
+    finish_reason: list[str]
+    loss_mask: msgspec.Raw = msgspec.Raw()
+    ended_early: str = ""
+    usage: Usage | None = None
+    answered_by: list[list[str]] | None = None
+    retokenized: bool = False
+
+    @property
+    def generated_tokens(self) -> int:
+        if mask := bytes(self.loss_mask):
+            return mask.count(b"1")
+        return self.usage.completion_tokens if self.usage is not None else 0
+
+
+class RejectLine(msgspec.Struct):
+    """What is counted of a rejected row."""
+
+    row_id: str
+    sampling: msgspec.Raw
+    target: msgspec.Raw
+    reason: str
+    usage: Usage | None = None
+
+
 @dataclass(slots=True)
 class Tally:
     """What the two files hold, counted from the rows themselves."""
 
-    answered: set[str] = field(default_factory=set)
-    """Row ids."""
-    rejected: dict[str, str] = field(default_factory=dict)
-    """Row id to reason."""
+    rows: RowTable = field(default_factory=RowTable)
+    """Every row that is done, and those that are planned, if the table came with them."""
+    num_answered: int = 0
+    num_rejected: int = 0
+    answered: int = 0
+    """Of the planned rows."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Of the planned rows, by reason."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     """Of every assistant turn."""
     ended: Counter[str] = field(default_factory=Counter)
     """Answered conversations that stop before their last turn, by reason."""
     generated_tokens: int = 0
+    num_retokenized: int = 0
+    """Answered conversations without token ids."""
+    usage: Usage = field(default_factory=Usage)
+    """Of answers and rejects, where servers answered."""
+    answered_by: Counter[AnsweredBy] = field(default_factory=Counter)
+    """Answers by who gave them, where servers told."""
 
-    def count_answer(self, row: Mapping[str, Any]) -> None:
-        self.answered.add(row[FIRST_KEY])
-        self.finish_reasons.update(row["finish_reason"])
-        if row.get("ended_early"):
-            self.ended[row["ended_early"]] += 1
-        self.generated_tokens += sum(row["loss_mask"])
-
-    def count_reject(self, row: Mapping[str, Any]) -> None:
-        self.rejected[row[FIRST_KEY]] = row["reason"]
+    def is_done(self, row_id: str) -> bool:
+        return bool(self.rows.get(row_id) & Known.DONE)
 
     @property
-    def done(self) -> set[str]:
-        return self.answered | self.rejected.keys()
+    def num_done(self) -> int:
+        return self.num_answered + self.num_rejected
+
+    @property
+    def not_planned(self) -> int:
+        """Answered rows whose prompt is not in the prompts file."""
+        return self.num_answered - self.answered
+
+    def count_answer(self, line: AnswerLine) -> bool:
+        """False when the row was there before."""
+        before = self.rows.add(line.row_id, Known.ANSWERED)
+        self.num_answered += 1
+        if before & Known.PLANNED:
+            self.answered += 1
+        self.finish_reasons.update(line.finish_reason)
+        if line.ended_early:
+            self.ended[line.ended_early] += 1
+        self.generated_tokens += line.generated_tokens
+        self.num_retokenized += line.retokenized
+        if line.usage is not None:
+            self.usage.add(line.usage)
+        for told in line.answered_by or ():
+            self.answered_by[tuple(told)] += 1
+        return not before & Known.DONE
+
+    def count_reject(self, line: RejectLine) -> bool:
+        """False when the row was there before."""
+        before = self.rows.add(line.row_id, Known.REJECTED)
+        self.num_rejected += 1
+        if before & Known.PLANNED:
+            self.rejected[line.reason] += 1
+        if line.usage is not None:
+            self.usage.add(line.usage)
+        return not before & Known.DONE
+
+
+_Line = TypeVar("_Line", AnswerLine, RejectLine)
+
+
+def paths_of(config: GenerateConfig) -> tuple[Path, Path]:
+    if config.prompts is None:
+        raise ConfigError("generate.prompts is not set: which prompts are to be answered?")
+    if config.out is None:
+        raise ConfigError("generate.out is not set: where do the answered conversations go?")
+    if config.out.absolute() == config.prompts.absolute() or (
+        config.out.exists() and config.prompts.exists() and config.out.samefile(config.prompts)
+    ):
+        raise ConfigError(f"generate.out and generate.prompts are the same file, {config.out}; choose another out")
+    if config.out.is_dir():
+        raise ConfigError(f"generate.out {config.out} is a directory; give the name of a JSONL file")
+    return config.prompts, config.out
+
+
+def check_overlap(tally: Tally, out: Path, prompts_path: Path) -> None:
+    """Refuse to add to a file that has nothing to do with these prompts."""
+    if tally.num_done and not tally.answered and not tally.rejected:
+        raise ConfigError(
+            f"{out}: holds {tally.num_done} rows, none of them about a prompt of {prompts_path}; "
+            "choose another generate.out"
+        )
+
+
+def reject_row(reject: PromptReject) -> dict[str, Any]:
+    return {
+        "row_id": reject.row_id,
+        "id": reject.prompt_id,
+        "line": reject.line,
+        "reason": reject.reason,
+        "detail": reject.detail,
+    }
+
+
+def by_reason(counts: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{reason} {n}' for reason, n in sorted(counts.items()))})" if counts else ""
 
 
 def rejects_path(out: Path) -> Path:
@@ -62,16 +192,17 @@ class AnswerFiles:
     """Both files, open for appending under the lock; their rows so far are in `tally`.
 
     `settings` are the values that every row carries (sampling, target); a row with other ones belongs to another run
-    and is refused with ConfigError. DataSetLocked when another process writes.
+    and is refused with ConfigError. `rows` are those planned. DataSetLocked when another process writes.
     """
 
-    def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, out: Path, settings: Mapping[str, Any], rows: RowTable | None = None) -> None:
         self._out = out
         self._settings = settings
+        self._settings_json = {name: msgspec.json.encode(value) for name, value in settings.items()}
         self._lock = -1
         self._answers: _Lines | None = None
         self._rejects: _Lines | None = None
-        self.tally = Tally()
+        self.tally = Tally() if rows is None else Tally(rows)
 
     def __enter__(self) -> Self:
         try:
@@ -100,13 +231,20 @@ class AnswerFiles:
 
     def append_answer(self, row: dict[str, Any]) -> None:
         assert self._answers is not None
-        self._answers.append({**row, **self._settings})
-        self.tally.count_answer(row)
+        self._append(self._answers, row, AnswerLine, self.tally.count_answer)
 
     def append_reject(self, row: dict[str, Any]) -> None:
         assert self._rejects is not None
-        self._rejects.append({**row, **self._settings})
-        self.tally.count_reject(row)
+        self._append(self._rejects, row, RejectLine, self.tally.count_reject)
+
+    def _append(self, lines: _Lines, row: dict[str, Any], kind: type[_Line], count: Callable[[_Line], bool]) -> None:
+        assert next(iter(row)) == FIRST_KEY
+        line = _encode({**row, **self._settings})
+        # Counted as it will be read again: a row that cannot be read back is never written.
+        counted = msgspec.json.decode(line, type=kind)
+        assert not self.tally.is_done(counted.row_id)
+        lines.append(line + b"\n")
+        count(counted)
 
     def sync(self) -> None:
         """Make what was appended outlive a power cut."""
@@ -115,25 +253,35 @@ class AnswerFiles:
                 lines.sync()
 
     def _read(self) -> None:
-        rejects = rejects_path(self._out)
-        for path, count in ((self._out, self.tally.count_answer), (rejects, self.tally.count_reject)):
-            for number, row in _rows(path):
-                try:
-                    known = row[FIRST_KEY] in self.tally.done
-                    self._check_settings(path, number, row)
-                    count(row)
-                except (KeyError, TypeError, AttributeError):
-                    raise ConfigError(
-                        f"{path}:{number}: not a row of 'eyas generate'; choose another generate.out"
-                    ) from None
-                if known:
-                    raise DataError(f"{path}:{number}: row_id {row[FIRST_KEY]} occurs twice; remove one of the lines")
-        self._answers, self._rejects = _Lines(self._out), _Lines(rejects)
+        self._read_lines(self._out, AnswerLine, self.tally.count_answer)
+        self._read_lines(rejects_path(self._out), RejectLine, self.tally.count_reject)
+        self._answers, self._rejects = _Lines(self._out), _Lines(rejects_path(self._out))
 
-    def _check_settings(self, path: Path, number: int, row: Mapping[str, Any]) -> None:
+    def _read_lines(self, path: Path, kind: type[_Line], count: Callable[[_Line], bool]) -> None:
+        decoder = msgspec.json.Decoder(kind)
+        for number, text in _lines_of(path):
+            try:
+                line = decoder.decode(text)
+                self._check_settings(path, number, line)
+                new = count(line)
+            except (msgspec.ValidationError, TypeError, AttributeError):
+                raise ConfigError(
+                    f"{path}:{number}: not a row of 'eyas generate'; choose another generate.out"
+                ) from None
+            except msgspec.DecodeError as error:
+                raise DataError(
+                    f"{path}:{number}: damaged: {error}; remove the line, it will be answered anew"
+                ) from None
+            if not new:
+                raise DataError(f"{path}:{number}: row_id {line.row_id} occurs twice; remove one of the lines")
+
+    def _check_settings(self, path: Path, number: int, line: AnswerLine | RejectLine) -> None:
         differences = []
         for name, mine in self._settings.items():
-            theirs = row[name]
+            raw = bytes(getattr(line, name))
+            if raw == self._settings_json[name]:
+                continue
+            theirs = msgspec.json.decode(raw)
             for key in sorted({*mine, *theirs}):
                 if mine.get(key) != theirs.get(key):
                     differences.append(f"{name}.{key}: {theirs.get(key)} there, {mine.get(key)} here")
@@ -161,9 +309,7 @@ class _Lines:
         self._size = _cut_torn_line(path)
         self._dirty = False
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        assert next(iter(row)) == FIRST_KEY
-        line = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    def append(self, line: bytes) -> None:
         try:
             if self._fd < 0:
                 self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -190,20 +336,25 @@ class _Lines:
             self._fd = -1
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _encode(row: Mapping[str, Any]) -> bytes:
+    """One JSON spelling, whoever writes it."""
+    try:
+        return msgspec.json.encode(row)
+    except OverflowError:  # an integer of more than 64 bits, in a field that we only pass on
+        return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     """The complete lines of a file of ours, from 1; a torn last line is not one of them."""
-    number = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.startswith(LINE_START[: len(line)]):
                     raise ConfigError(f"{path}:{number}: not a row of 'eyas generate'; choose another generate.out")
                 if line.endswith(b"\n"):
-                    yield number, json.loads(line)
+                    yield number, line
     except FileNotFoundError:
         return
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path}:{number}: damaged: {error}; remove the line, it will be answered anew") from None
     except OSError as error:
         _raise(error, path, "being read")
 

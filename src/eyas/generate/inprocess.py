@@ -8,7 +8,6 @@ conversations in progress and nothing else.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from eyas.config import EngineConfig, GenerateConfig, TargetConfig
 from eyas.errors import ConfigError, DataError
-from eyas.generate.answers import AnswerFiles, Tally, rejects_path
+from eyas.generate.answers import AnswerFiles, by_reason, check_overlap, paths_of, reject_row, rejects_path
 from eyas.generate.dialogue import Dialogue, Limits
 from eyas.generate.prompts import Prompt, PromptReject, Prompts, read_prompts, sampling_of
+from eyas.generate.rows import RowTable
 from eyas.log import Progress, human_time
 from eyas.records import digest_bytes
 from eyas.target.files import TargetFiles, check_remote_code, open_target, target_digest
@@ -82,14 +82,12 @@ class GenerateReceipt:
         """The receipt as people read it."""
         num_rejected = sum(self.rejected.values())
         lines = [
-            f"planned {self.planned} = answered {self.answered} + rejected {num_rejected}{_by_reason(self.rejected)}",
-            f"answers: {sum(self.finish_reasons.values())}{_by_reason(self.finish_reasons)}, "
+            f"planned {self.planned} = answered {self.answered} + rejected {num_rejected}{by_reason(self.rejected)}",
+            f"answers: {sum(self.finish_reasons.values())}{by_reason(self.finish_reasons)}, "
             f"{self.generated_tokens} tokens written by the target",
         ]
         if self.ended_early:
-            lines.append(
-                f"ended before their last turn: {sum(self.ended_early.values())}{_by_reason(self.ended_early)}"
-            )
+            lines.append(f"ended before their last turn: {sum(self.ended_early.values())}{by_reason(self.ended_early)}")
         if self.not_planned:
             lines.append(f"rows in {self.out} whose prompt is no longer in the prompts file: {self.not_planned}")
         if self.dtype:
@@ -134,23 +132,24 @@ def generate(
     writes the same output.
     """
     start = time.monotonic()
-    prompts_path, out = _paths(generate)
+    prompts_path, out = paths_of(generate)
     if target.path is None:
         raise ConfigError("target.path is not set: which model answers?")
     progress.show(f"generate: reading {prompts_path}", force=True)
     files = open_target(target.path)
     check_remote_code(files, trust_remote_code=target.trust_remote_code)
     sampling, identity = sampling_of(generate), _identity(files)
-    prompts = read_prompts(prompts_path, sampling=sampling, target=identity)
-    with AnswerFiles(out, {"sampling": sampling, "target": identity}) as answers:
-        _check_overlap(answers.tally, prompts, out, prompts_path)
-        done_before = len(answers.tally.answered)
+    rows = RowTable()
+    prompts = read_prompts(prompts_path, sampling=sampling, target=identity, rows=rows)
+    with AnswerFiles(out, {"sampling": sampling, "target": identity}, rows) as answers:
+        check_overlap(answers.tally, out, prompts_path)
+        done_before = answers.tally.num_answered
         tokens_before = answers.tally.generated_tokens
         for reject in prompts.rejects:
-            if reject.row_id not in answers.tally.done:
-                answers.append_reject(_reject_row(reject))
+            if not answers.tally.is_done(reject.row_id):
+                answers.append_reject(reject_row(reject))
         answers.sync()
-        waiting = [prompt for prompt in prompts.answerable if prompt.row_id not in answers.tally.done]
+        waiting = [prompt for prompt in prompts.answerable if not answers.tally.is_done(prompt.row_id)]
         device = dtype = ""
         if waiting:
             progress.show(f"generate: {len(waiting)} prompts to answer, loading target {target.path}", force=True)
@@ -165,14 +164,14 @@ def generate(
             out=out,
             rejects=rejects_path(out),
             planned=prompts.num_rows,
-            answered=len(tally.answered & prompts.row_ids),
-            rejected=Counter(reason for row_id, reason in tally.rejected.items() if row_id in prompts.row_ids),
+            answered=tally.answered,
+            rejected=tally.rejected,
             ended_early=tally.ended,
             finish_reasons=tally.finish_reasons,
             generated_tokens=tally.generated_tokens,
-            new_conversations=len(tally.answered) - done_before,
+            new_conversations=tally.num_answered - done_before,
             new_tokens=tally.generated_tokens - tokens_before,
-            not_planned=len(tally.answered - prompts.row_ids),
+            not_planned=tally.not_planned,
             wall_s=time.monotonic() - start,
             device=device,
             dtype=dtype,
@@ -286,7 +285,7 @@ class _Run:
                 reject = PromptReject(
                     prompt.row_id, prompt.prompt_id, prompt.line, str(dialogue.ended), dialogue.detail
                 )
-                self._answers.append_reject(_reject_row(reject))
+                self._answers.append_reject(reject_row(reject))
         self._answers.sync()
         return [dialogue for dialogue in dialogues if not dialogue.done]
 
@@ -313,7 +312,7 @@ class _Run:
 
     def _show(self, what: str, written: int, cost: float, *, force: bool = False) -> None:
         elapsed = time.monotonic() - self._start
-        done = len(self._answers.tally.done)
+        done = self._answers.tally.num_done
         line = f"generate: {done}/{self._num_planned} conversations, {what}"
         if written or self._written:
             line += f", {(self._written + written) / max(elapsed, 1e-9):.0f} tokens/s"
@@ -327,20 +326,6 @@ class _Run:
 
     def _cost(self, dialogue: Dialogue) -> float:
         return dialogue.num_turns_left * self._cost_of_turn(dialogue)
-
-
-def _paths(config: GenerateConfig) -> tuple[Path, Path]:
-    if config.prompts is None:
-        raise ConfigError("generate.prompts is not set: which prompts are to be answered?")
-    if config.out is None:
-        raise ConfigError("generate.out is not set: where do the answered conversations go?")
-    if config.out.absolute() == config.prompts.absolute() or (
-        config.out.exists() and config.prompts.exists() and config.out.samefile(config.prompts)
-    ):
-        raise ConfigError(f"generate.out and generate.prompts are the same file, {config.out}; choose another out")
-    if config.out.is_dir():
-        raise ConfigError(f"generate.out {config.out} is a directory; give the name of a JSONL file")
-    return config.prompts, config.out
 
 
 def _identity(files: TargetFiles) -> dict[str, str]:
@@ -358,14 +343,6 @@ def _identity(files: TargetFiles) -> dict[str, str]:
     }
 
 
-def _check_overlap(tally: Tally, prompts: Prompts, out: Path, prompts_path: Path) -> None:
-    if tally.done and tally.done.isdisjoint(prompts.row_ids):
-        raise ConfigError(
-            f"{out}: holds {len(tally.done)} rows, none of them about a prompt of {prompts_path}; "
-            "choose another generate.out"
-        )
-
-
 def _check(receipt: GenerateReceipt, prompts: Prompts, prompts_path: Path) -> None:
     """Law 1: every row of the prompts file is answered or rejected, and none is both."""
     if receipt.planned != receipt.answered + sum(receipt.rejected.values()):
@@ -375,19 +352,5 @@ def _check(receipt: GenerateReceipt, prompts: Prompts, prompts_path: Path) -> No
         example = f"; line {first.line}: {first.reason}, {first.detail}" if first else ""
         raise DataError(
             f"{prompts_path}: not one of {receipt.planned} prompts has an answer"
-            f"{_by_reason(receipt.rejected)}{example}; see {receipt.rejects}"
+            f"{by_reason(receipt.rejected)}{example}; see {receipt.rejects}"
         )
-
-
-def _reject_row(reject: PromptReject) -> dict[str, Any]:
-    return {
-        "row_id": reject.row_id,
-        "id": reject.prompt_id,
-        "line": reject.line,
-        "reason": reject.reason,
-        "detail": reject.detail,
-    }
-
-
-def _by_reason(counts: Mapping[str, int]) -> str:
-    return f" ({', '.join(f'{reason} {n}' for reason, n in sorted(counts.items()))})" if counts else ""

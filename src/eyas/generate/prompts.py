@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eyas.config import GenerateConfig
 from eyas.errors import DataError
+from eyas.generate.rows import Known, RowTable
 from eyas.records import canonical_json, digest_bytes
 
 ROW_TAG = b"eyas.answer.1\0"
@@ -82,61 +83,78 @@ def sampling_of(config: GenerateConfig) -> dict[str, Any]:
     return sampling
 
 
-def read_prompts(path: Path, *, sampling: Mapping[str, Any], target: Mapping[str, str]) -> Prompts:
+def read_prompts(
+    path: Path, *, sampling: Mapping[str, Any], target: Mapping[str, str], rows: RowTable | None = None
+) -> Prompts:
+    """Every row of a prompts file, in memory; see `iter_prompts`. In `rows` they are then planned."""
+    answerable: list[Prompt] = []
+    rejects: list[PromptReject] = []
+    rows = RowTable() if rows is None else rows
+    for prompt in iter_prompts(path, sampling=sampling, target=target, rows=rows, mark=Known.PLANNED):
+        if isinstance(prompt, Prompt):
+            answerable.append(prompt)
+        else:
+            rejects.append(prompt)
+    return Prompts(tuple(answerable), tuple(rejects))
+
+
+def iter_prompts(
+    path: Path, *, sampling: Mapping[str, Any], target: Mapping[str, str], rows: RowTable, mark: Known
+) -> Iterator[Prompt | PromptReject]:
     """Every row of a JSONL file of `{"messages": [{"role", "content"}, …]}`, with `id`, `tags`, `source`, `tools`.
 
     An assistant message marks a turn that the target writes; its content, if any, is not used. A last turn is added
     where none is asked for. DataError, one line that names file and line, when the file cannot be read, is empty, or
-    holds something else than such rows. A row without a turn to answer is a reject.
+    holds something else than such rows. A row without a turn to answer is a reject. `mark`, a flag that no row of
+    `rows` has yet, tells which were met before: a row's second is a reject.
     """
     settings = canonical_json([dict(sampling), dict(target)])
-    seen: Counter[str] = Counter()
-    answerable: list[Prompt] = []
-    rejects: list[PromptReject] = []
+    repeats: Counter[str] = Counter()
     for line, row in _rows(path):
         given = row["messages"]
         messages = tuple({"role": "assistant"} if is_assistant(m) else dict(m) for m in given)
         tools = tuple(row.get("tools") or ())
         row_id = digest_bytes(ROW_TAG, canonical_json([messages, tools]), settings)
-        seen[row_id] += 1
-        if seen[row_id] > 1:
+        if rows.add(row_id, mark) & mark:
             # The repetition gets a name of its own, so that its reject is a row like any other.
-            repeated = digest_bytes(ROW_TAG, row_id.encode(), str(seen[row_id]).encode())
+            repeats[row_id] += 1
+            repeated = digest_bytes(ROW_TAG, row_id.encode(), str(repeats[row_id] + 1).encode())
+            rows.add(repeated, mark)
             detail = "same messages as an earlier row"
-            rejects.append(PromptReject(repeated, _label(row, repeated), line, DUPLICATE, detail))
+            yield PromptReject(repeated, _label(row, repeated), line, DUPLICATE, detail)
             continue
         prompt_id = _label(row, row_id)
         if problem := _problem(messages):
-            rejects.append(PromptReject(row_id, prompt_id, line, *problem))
+            yield PromptReject(row_id, prompt_id, line, *problem)
             continue
         if not is_assistant(messages[-1]):
             messages = (*messages, {"role": "assistant"})
         tags = row.get("tags") or ()
-        answerable.append(
-            Prompt(
-                row_id=row_id,
-                prompt_id=prompt_id,
-                line=line,
-                source=str(row.get("source") or path.stem),
-                tags=(tags,) if isinstance(tags, str) else tuple(str(tag) for tag in tags),
-                messages=messages,
-                tools=tools,
-            )
+        yield Prompt(
+            row_id=row_id,
+            prompt_id=prompt_id,
+            line=line,
+            source=str(row.get("source") or path.stem),
+            tags=(tags,) if isinstance(tags, str) else tuple(str(tag) for tag in tags),
+            messages=messages,
+            tools=tools,
         )
-    return Prompts(tuple(answerable), tuple(rejects))
 
 
-def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    empty = True
     try:
-        lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    empty = False
+                    yield number, _row(path, number, line.rstrip(b"\n"))
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; check generate.prompts") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}; check generate.prompts") from None
-    rows = [(number, _row(path, number, line)) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not rows:
+    if empty:
         raise DataError(f"{path}: empty file; generate.prompts needs one JSON object with 'messages' per line")
-    return rows
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -159,7 +177,8 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
         if not isinstance(row.get(key), (list, str, type(None))) or (key == "tools" and isinstance(row.get(key), str)):
             raise DataError(f"{where}: '{key}' must be a list")
     try:
-        canonical_json(row)
+        if b"\\u" in line:
+            canonical_json(row)
     except UnicodeEncodeError:
         raise DataError(f"{where}: half of a surrogate pair (an escape like \\ud83d alone) is no text") from None
     return row
