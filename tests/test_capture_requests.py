@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from eyas.capture.requests import TOO_LONG, Batch, OpenShard, Requests, Slot
+from eyas.capture.requests import MAX_IN_FLIGHT_SAMPLES, TOO_LONG, Batch, OpenShard, Requests, Slot
 from eyas.engine.base import CaptureRequest
 from eyas.store.plan import ShardPlan
 
@@ -44,6 +44,18 @@ def test_a_sample_larger_than_the_tokens_asked_for_comes_by_itself() -> None:
     requests = Requests(iter(slots(50, 1)), quota_bytes=1000)
     assert taken(requests.take(7, wait=False)) == [0]
     assert taken(requests.take(7, wait=False)) == [1]
+
+
+def test_no_more_tiny_samples_are_in_flight_than_their_bookkeeping_is_worth() -> None:
+    all_slots = slots(*[1] * (2 * MAX_IN_FLIGHT_SAMPLES))
+    requests = Requests(iter(all_slots), quota_bytes=10**12)
+    assert len(requests.take(10**9, wait=False)) == MAX_IN_FLIGHT_SAMPLES
+    quarter = MAX_IN_FLIGHT_SAMPLES // 4
+    for slot in all_slots[: quarter - 1]:
+        requests.release(slot)
+    assert requests.take(10**9, wait=False) == []
+    requests.release(all_slots[quarter - 1])
+    assert len(requests.take(10**9, wait=False)) == quarter
 
 
 def test_bytes_are_reserved_before_a_request_is_handed_out_and_never_exceed_the_quota() -> None:

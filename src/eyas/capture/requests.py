@@ -49,6 +49,8 @@ class Slot:
 
 TOO_LONG, DUPLICATE = "too_long", "duplicate"
 TAKES_IN_FLIGHT = 4
+MAX_IN_FLIGHT_SAMPLES = 4096
+"""What is kept of a sample beside its states takes some kilobytes: many tiny ones would take far more than the quota."""
 UNSENT_WAITING = 1024
 """So many samples that the engine never sees may wait for the caller to settle them."""
 
@@ -167,6 +169,7 @@ class Requests:
         # they trickle back computes small batches, and one that takes all at once stands still while it is written.
         share = self.quota_bytes // TAKES_IN_FLIGHT
         fresh = self.in_flight_bytes == 0 or self.in_flight_bytes + share <= self.quota_bytes
+        fresh &= self.in_flight_samples <= MAX_IN_FLIGHT_SAMPLES - MAX_IN_FLIGHT_SAMPLES // TAKES_IN_FLIGHT
         while not (self._closed or self._lonely):
             slot = self._peek(now, fresh=fresh)
             if slot is None or (
@@ -197,7 +200,9 @@ class Requests:
                 self._unsent.append(slot)
             else:
                 self._next = slot
-        if fresh and self._next is not None and self.in_flight_bytes + self._next.num_bytes <= self.quota_bytes:
+        if not fresh or self._next is None or self.in_flight_samples >= MAX_IN_FLIGHT_SAMPLES:
+            return None
+        if self.in_flight_bytes + self._next.num_bytes <= self.quota_bytes:
             return self._next
         return None
 
