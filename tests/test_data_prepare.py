@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eyas.config import DataConfig, TargetConfig
+from eyas.data import parts
 from eyas.data import prepare as prepare_module
 from eyas.data.prepare import PrepareReceipt, prepare
 from eyas.data.table import SampleTable
@@ -28,6 +29,8 @@ from eyas.errors import ConfigError, DataError
 from eyas.log import Progress
 from eyas.records import Sample, sample_id_of
 from fixtures.data import small
+
+TABLE = ["samples.parquet", "samples.parquet.report.json"]
 
 
 def chat(question: str, *answers: str, **more: Any) -> dict[str, Any]:
@@ -64,18 +67,18 @@ def test_every_form_becomes_a_sample_and_the_receipt_says_how(tmp_path: Path, ta
         {"text": "Once upon a time"},
     ]
     receipt, samples = run(tmp_path, target, rows)
-    assert (receipt.num_input, receipt.num_kept, receipt.dropped) == (4, 4, {})
-    assert receipt.mask_methods == {"given": 1, "text": 1, "prefix_render": 2}
-    assert receipt.num_tokens == sum(sample.num_tokens for sample in samples)
-    assert receipt.num_supervised == sum(sample.num_supervised for sample in samples)
+    assert (receipt.table.num_input, receipt.table.num_kept, receipt.table.dropped) == (4, 4, {})
+    assert receipt.table.mask_methods == {"given": 1, "text": 1, "prefix_render": 2}
+    assert receipt.table.num_tokens == sum(sample.num_tokens for sample in samples)
+    assert receipt.table.num_supervised == sum(sample.num_supervised for sample in samples)
     assert (samples[0].conversation_id, samples[0].source, samples[0].tags) == ("one", "mine", ("x", "y"))
     assert samples[2].token_ids.tolist() == [20, 21, 22]
     assert samples[2].loss_spans == ((1, 3),)
     assert all(sample.sample_id == sample_id_of(sample.token_ids) for sample in samples)
     table = SampleTable.open(receipt.path)
-    assert (table.digest, table.num_tokens) == (receipt.table_digest, receipt.num_tokens)
-    assert table.metadata.tokenizer_digest == receipt.tokenizer_digest != ""
-    assert table.metadata.template_digest == receipt.template_digest != ""
+    assert (table.digest, table.num_tokens) == (receipt.table_digest, receipt.table.num_tokens)
+    assert table.metadata.tokenizer_digest == receipt.table.tokenizer_digest != ""
+    assert table.metadata.template_digest == receipt.table.template_digest != ""
     assert table.metadata.max_tokens == 4096
 
 
@@ -89,14 +92,14 @@ def test_each_reason_is_counted_with_the_first_places(tmp_path: Path, target: Pa
         chat("Hi", "Yo"),
     ]
     receipt, samples = run(tmp_path, target, rows, max_tokens=100)
-    assert receipt.dropped == {
+    assert receipt.table.dropped == {
         "no_assistant_turn": 1,
         "too_long": 5,
         "no_supervised_token": 1,
         "not_an_object": 1,
         "duplicate": 1,
     }
-    assert (receipt.num_input, receipt.num_kept, receipt.num_merged) == (10, 1, 1)
+    assert (receipt.table.num_input, receipt.table.num_kept, receipt.table.num_merged) == (10, 1, 1)
     assert len(samples) == 1
     assert [example.where for example in receipt.examples["too_long"]] == [f"{tmp_path}/a.jsonl:{n}" for n in (3, 4, 5)]
     assert "data.max_tokens is 100" in receipt.examples["too_long"][0].detail
@@ -112,7 +115,7 @@ def test_the_length_limit_is_exact_and_counts_what_is_left_after_the_cut(tmp_pat
     rows = [{"input_ids": [20] * n, "loss_mask": [0] + [1] * 7 + [0] * (n - 8)} for n in (8, 12)]
     rows += [{"input_ids": [21] * 9, "loss_mask": [0] + [1] * 8}]
     receipt, samples = run(tmp_path, target, rows, max_tokens=8)
-    assert receipt.dropped == {"too_long": 1, "duplicate": 1}
+    assert receipt.table.dropped == {"too_long": 1, "duplicate": 1}
     assert [sample.num_tokens for sample in samples] == [8]
 
 
@@ -132,11 +135,11 @@ def test_equal_samples_merge_their_masks_and_tags_into_the_first(tmp_path: Path,
     assert [sample.conversation_id for sample in samples] == ["other", "p", "last"]
     assert samples[1].loss_spans == ((1, 3), (4, 6))
     assert (samples[1].tags, samples[1].source) == (("x", "y", "z"), "a.jsonl")
-    assert (receipt.num_input, receipt.num_kept, receipt.num_merged) == (6, 3, 3)
-    assert receipt.dropped == {"duplicate": 3}
-    assert receipt.mask_methods == {"given": 3}
-    assert receipt.num_supervised == 1 + 4 + 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "samples.parquet"]
+    assert (receipt.table.num_input, receipt.table.num_kept, receipt.table.num_merged) == (6, 3, 3)
+    assert receipt.table.dropped == {"duplicate": 3}
+    assert receipt.table.mask_methods == {"given": 3}
+    assert receipt.table.num_supervised == 1 + 4 + 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", *TABLE]
 
 
 def test_same_input_gives_the_same_bytes(tmp_path: Path, target: Path) -> None:
@@ -172,7 +175,8 @@ POOL: list[tuple[str, Any]] = [
 def test_any_mix_is_accounted_for(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, picks: list[int], batch_rows: int
 ) -> None:
-    monkeypatch.setattr(prepare_module, "BATCH_ROWS", batch_rows)
+    monkeypatch.setattr(parts, "BATCH_ROWS", batch_rows)
+    (tmp_path / "samples.parquet").unlink(missing_ok=True)
     names = [POOL[pick][0] for pick in picks]
     usable = [name for name in names if not name.startswith("drop")]
     expected = Counter(name.removeprefix("drop ") for name in names if name.startswith("drop"))
@@ -184,9 +188,9 @@ def test_any_mix_is_accounted_for(
             run(tmp_path, target, rows, max_tokens=200)
         return
     receipt, samples = run(tmp_path, target, rows, max_tokens=200)
-    assert receipt.dropped == expected
-    assert receipt.num_input == len(rows) == receipt.num_kept + sum(receipt.dropped.values())
-    assert len(samples) == receipt.num_kept == len(set(usable)) == sum(receipt.mask_methods.values())
+    assert receipt.table.dropped == expected
+    assert receipt.table.num_input == len(rows) == receipt.table.num_kept + sum(receipt.table.dropped.values())
+    assert len(samples) == receipt.table.num_kept == len(set(usable)) == sum(receipt.table.mask_methods.values())
     assert len({sample.sample_id for sample in samples}) == len(samples)
     assert all(sample.num_supervised > 0 for sample in samples)
     assert all(sample.loss_spans[-1][1] == sample.num_tokens for sample in samples)
@@ -201,15 +205,12 @@ def _tokens_of(name: str) -> int:
 
 
 def test_law_one_is_checked_and_not_assumed(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Masker, "mask", lambda self, rows: masked(self, rows[1:]) if rows else [])
-    monkeypatch.setattr(prepare_module, "zip", lambda a, b, strict: zip(a, b, strict=False), raising=False)
-    masked = _original_mask
-    with pytest.raises(DataError, match=r"3 rows read, but 2 kept \+ 0 dropped"):
+    original = Masker.mask
+    monkeypatch.setattr(Masker, "mask", lambda self, rows: original(self, rows[1:]) if rows else [])
+    monkeypatch.setattr(parts, "zip", lambda *values, strict: zip(*values, strict=False), raising=False)
+    with pytest.raises(DataError, match=r"3 rows read \+ 0 extra samples, but 2 kept \+ 0 dropped"):
         run(tmp_path, target, [chat(str(i), "Yo") for i in range(3)])
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
-_original_mask = Masker.mask
 
 
 def test_nothing_left_is_one_line_with_the_top_reasons_and_the_old_table_stays(tmp_path: Path, target: Path) -> None:
@@ -266,29 +267,37 @@ def test_without_a_template_conversations_are_refused_and_other_forms_go_through
     with pytest.raises(DataError, match="has no chat template"):
         run(tmp_path, bare, [chat("Hi", "Yo")])
     receipt, _ = run(tmp_path, bare, [{"text": "Hi"}])
-    assert receipt.template_digest == ""
+    assert receipt.table.template_digest == ""
 
 
-def test_turns_that_the_template_rewrites_are_counted(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_history_gives_extra_samples_and_the_receipt_says_at_which_price(
+    tmp_path: Path,
+) -> None:
     think = small.target(tmp_path / "think", "think")
-    receipt, samples = run(tmp_path, think, [chat("Hi", "a", "b", "c"), chat("Hi", "a")])
-    assert receipt.mask_methods == {"prefix_render": 1, "last_turn_only": 1}
-    assert receipt.num_turns_left_out == 2
-    assert "2 assistant turns are context only" in "\n".join(receipt.lines())
-    assert [len(sample.loss_spans) for sample in samples] == [1, 1]
+    receipt, samples = run(tmp_path, think, [chat("Hi", "a", "b", "c"), chat("So?", "a")])
+    table = receipt.table
+    assert (table.num_input, table.num_extra, table.num_kept, table.num_rewritten) == (2, 2, 4, 1)
+    assert table.mask_methods == {"prefix_render": 4}
+    extra = samples[1:3]
+    assert table.num_repeated_tokens == sum(sample.num_tokens - sample.num_supervised for sample in extra)
+    text = "\n".join(receipt.lines())
+    assert "2 rows + 2 extra samples = 4 kept + 0 dropped" in text
+    assert "rewrites history in 1 conversations: 2 extra samples" in text
+    assert [len(sample.loss_spans) for sample in samples] == [1, 1, 1, 1]
+    assert {sample.conversation_id for sample in samples[:3]} == {samples[0].conversation_id}
 
 
 def test_progress_begins_before_the_tokeniser_and_goes_on_by_the_interval(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = io.StringIO()
-    monkeypatch.setattr(prepare_module, "load_tokenizer", lambda _target: seen.append(stream.getvalue()) or 1 / 0)
+    monkeypatch.setattr(parts, "load_tokenizer", lambda _target: seen.append(stream.getvalue()) or 1 / 0)
     seen: list[str] = []
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, target, [chat("Hi", "Yo")], stream=stream)
     assert "prepare: reading the tokeniser" in seen[0]
     monkeypatch.undo()
-    monkeypatch.setattr(prepare_module, "BATCH_ROWS", 1)
+    monkeypatch.setattr(parts, "CHUNK_ROWS", 1)
     path = write(tmp_path / "a.jsonl", [chat(str(i), "Yo") for i in range(5)])
     data = DataConfig(sources=(path,), samples=tmp_path / "samples.parquet")
     prepare(data, TargetConfig(path=target), Progress(stream=stream, interval_s=0.0))
@@ -308,7 +317,7 @@ def _hang_after_rows(directory: Path, target: Path, reached: Any) -> None:
 
     calls = iter(range(100))
     Masker.mask = mask  # type: ignore[method-assign]
-    prepare_module.BATCH_ROWS = 4
+    parts.BATCH_ROWS = 4
     run(directory, target, [chat(str(i), "Yo") for i in range(100)])
 
 
@@ -330,10 +339,10 @@ def test_stopped_in_the_middle_leaves_the_old_table_and_the_next_run_is_whole(
     assert child.exitcode not in (0, None)
     assert receipt.path.read_bytes() == before
     leftover = [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
-    assert leftover == ([".samples.parquet.rows"] if sent == signal.SIGKILL else [])
+    assert leftover == ([".samples.parquet.tmp"] if sent == signal.SIGKILL else [])
     receipt, _ = run(tmp_path, target, [chat(str(i), "Yo") for i in range(100)])
-    assert receipt.num_kept == 100
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "samples.parquet"]
+    assert receipt.table.num_kept == 100
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", *TABLE]
 
 
 def test_first_occurrences_against_a_plain_dictionary() -> None:

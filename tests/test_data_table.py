@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.data import table as table_module
-from eyas.data.table import SCHEMA, SampleTable, TableMetadata, TableWriter, flatten_spans, unflatten_spans
+from eyas.data.table import SCHEMA, SCHEMA_1, SampleTable, TableMetadata, TableWriter, flatten_spans, unflatten_spans
 from eyas.errors import DataError, OutOfSpace
 from eyas.records import Sample, sample_id_of, spans_of
 
@@ -28,7 +28,13 @@ from eyas.records import Sample, sample_id_of, spans_of
 def sample(seed: int, num_tokens: int = 8) -> Sample:
     ids = np.random.default_rng(seed).integers(0, 50_000, num_tokens).astype(np.int32)
     return Sample(
-        ids, ((1, num_tokens),), conversation_id=f"c{seed}", source=f"s{seed % 2}.jsonl", tags=("x", "é")[: seed % 3]
+        ids,
+        ((1, num_tokens),),
+        conversation_id=f"c{seed}",
+        source=f"s{seed % 2}.jsonl",
+        tags=("x", "é")[: seed % 3],
+        split=("train", "held_out")[seed % 5 == 0],
+        language=("latin", "", "ja")[seed % 3],
     )
 
 
@@ -52,12 +58,13 @@ def metadata_for(samples: list[Sample]) -> TableMetadata:
 def same(a: Sample, b: Sample) -> bool:
     return np.array_equal(a.token_ids, b.token_ids) and all(
         getattr(a, name) == getattr(b, name)
-        for name in ("loss_spans", "sample_id", "conversation_id", "source", "tags")
+        for name in ("loss_spans", "sample_id", "conversation_id", "source", "tags", "split", "language")
     )
 
 
 def test_schema_is_the_one_that_plan_reads() -> None:
-    assert SCHEMA.names == ["sample_id", "num_tokens", "token_ids", "loss_spans", "conversation_id", "source", "tags"]
+    first = ["sample_id", "num_tokens", "token_ids", "loss_spans", "conversation_id", "source", "tags"]
+    assert SCHEMA.names == [*first, "split", "language"]
     assert SCHEMA.field("sample_id").type == pa.binary(16)
     assert SCHEMA.field("num_tokens").type == pa.int32()
     assert SCHEMA.field("token_ids").type.value_type == pa.int32()
@@ -87,9 +94,11 @@ def test_raw_columns_hold_what_the_header_of_the_module_says(tmp_path: Path) -> 
         "conversation_id": "c",
         "source": "s",
         "tags": ["a", "b"],
+        "split": "train",
+        "language": "",
     }
     keys = pq.ParquetFile(tmp_path / "t.parquet").metadata.metadata
-    assert json.loads(keys[b"eyas.format_version"]) == 1
+    assert json.loads(keys[b"eyas.format_version"]) == 2
     assert json.loads(keys[b"eyas.num_kept"]) == 1
 
 
@@ -231,8 +240,30 @@ def test_each_unreadable_table_is_one_line_that_names_the_file(tmp_path: Path) -
     pq.write_table(pa.table({"a": [1]}).replace_schema_metadata(TableMetadata(num_kept=1).to_keys()), path)
     assert "not the columns" in refusal(path)
     with pytest.raises(DataError):
-        write(path, [sample(1)], format_version=2)
-    assert "format 2, this eyas reads up to 1" in refusal(path)
+        write(path, [sample(1)], format_version=3)
+    assert "format 3, this eyas reads up to 2" in refusal(path)
+    pq.write_table(pq.read_table(path, columns=SCHEMA_1.names).replace_schema_metadata(keys_of(1, 2)), path)
+    assert "differs in: split, language" in refusal(path)
+
+
+def keys_of(num_rows: int, version: int) -> dict[str, str]:
+    return TableMetadata(num_kept=num_rows, format_version=version).to_keys()
+
+
+def test_a_table_of_version_1_is_read_as_train_without_language(tmp_path: Path) -> None:
+    samples = [sample(i) for i in range(300)]
+    new = write(tmp_path / "new.parquet", samples)
+    old = pq.read_table(new.path, columns=SCHEMA_1.names).cast(SCHEMA_1).replace_schema_metadata(keys_of(300, 1))
+    path = tmp_path / "old.parquet"
+    pq.write_table(old, path)
+    expected = [replace(one, split="train", language="") for one in samples]
+    table = SampleTable.open(path)
+    assert all(same(a, b) for a, b in zip(expected, table.samples(), strict=True))
+    for columns in (["split"], ["language", "num_tokens"], ["sample_id", "num_tokens", "token_ids", "source", "tags"]):
+        batches = list(table.batches(columns))
+        assert all(batch.schema == pa.schema([SCHEMA.field(name) for name in columns]) for batch in batches)
+        assert sum(batch.num_rows for batch in batches) == 300
+    assert {value for batch in table.batches(["split"]) for value in batch.column(0).to_pylist()} == {"train"}
 
 
 def test_truncated_or_damaged_bytes_are_found(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from eyas.config import TargetConfig
 from eyas.data.sources import GivenTokens, Messages, PlainText, Reason, Row, Where
 from eyas.data.template import (
     Masked,
+    MaskedRow,
     Masker,
     MaskMethod,
     Refused,
@@ -26,7 +27,7 @@ from eyas.errors import ConfigError, DataError
 from eyas.records import digest_bytes
 from fixtures.data import small
 
-SMOLLM2 = Path(__file__).parent.parent / ".cache" / "smollm2"
+SMOLLM2 = Path(__file__).parent.parent / "demo" / "target"
 
 
 def user(text: str) -> dict[str, Any]:
@@ -45,8 +46,18 @@ def chat(*messages: dict[str, Any], tools: tuple[dict[str, Any], ...] = ()) -> R
     return row(Messages(messages, tools))
 
 
-def mask(tokenizer: Any, *rows: Row, directory: Path = Path("nowhere")) -> Masked | Refused:
-    return Masker(tokenizer, directory).mask(rows)[-1]
+def mask_row(tokenizer: Any, one: Row, *, directory: Path = Path("nowhere"), **options: Any) -> MaskedRow:
+    (result,) = Masker(tokenizer, directory, **options).mask([one])
+    return result
+
+
+def mask(tokenizer: Any, one: Row, *, directory: Path = Path("nowhere"), **options: Any) -> Masked | Refused:
+    """The first, or only, sample of a row."""
+    return mask_row(tokenizer, one, directory=directory, **options).samples[0]
+
+
+def each(tokenizer: Any, result: MaskedRow) -> list[list[str]]:
+    return [supervised(tokenizer, sample) for sample in result.samples]
 
 
 def supervised(tokenizer: Any, result: Masked | Refused) -> list[str]:
@@ -70,7 +81,7 @@ def test_chatml_masks_the_answers_with_their_end_and_nothing_else() -> None:
     # One token per byte and special token: counted by hand.
     assert isinstance(result, Masked)
     assert result.loss_spans == ((21, 24), (47, 51))
-    assert (result.method, result.num_straddling, result.num_turns_left_out) == (MaskMethod.PREFIX_RENDER, 0, 0)
+    assert (result.method, result.num_straddling, result.turn_ends) == (MaskMethod.PREFIX_RENDER, 0, (24, 51))
 
 
 def test_characters_of_several_bytes_keep_boundaries_right() -> None:
@@ -121,48 +132,68 @@ def test_tags_around_everything_or_nothing_are_never_a_silent_mask() -> None:
     assert isinstance(nowhere, Refused) and nowhere.reason is Reason.NO_SUPERVISED_TOKEN
 
 
-def test_tags_in_a_template_that_strips_thoughts_from_history_leave_the_last_turn() -> None:
+def test_tags_in_a_template_that_strips_thoughts_from_history_give_a_sample_per_turn() -> None:
     tokenizer = small.tokenizer("tags_think")
-    result = mask(tokenizer, chat(user("Hi"), robot("hm</think>Yo"), user("So?"), robot("er</think>No.")))
-    assert supervised(tokenizer, result) == ["er</think>No.<|im_end|>"]
-    assert isinstance(result, Masked)
-    assert (result.method, result.num_turns_left_out) == (MaskMethod.LAST_TURN_ONLY, 1)
+    result = mask_row(tokenizer, chat(user("Hi"), robot("hm</think>Yo"), user("So?"), robot("er</think>No.")))
+    assert each(tokenizer, result) == [["er</think>No.<|im_end|>"], ["hm</think>Yo<|im_end|>"]]
+    assert "assistant\nYo<|im_end|>" in text_of(tokenizer, result.samples[0])
+    assert (result.counts["num_rewritten"], result.counts["num_turns_left_out"]) == (1, 0)
 
 
-def test_a_template_that_strips_thoughts_from_history_leaves_the_last_turn() -> None:
+def test_a_template_that_strips_thoughts_from_history_gives_a_sample_per_turn() -> None:
     tokenizer = small.tokenizer("think")
-    result = mask(tokenizer, chat(user("Hi"), robot("<think>\nhm\n</think>\n\nYo"), user("So?"), robot("No.")))
-    assert supervised(tokenizer, result) == ["<think>\n\n</think>\n\nNo.<|im_end|>"]
-    assert "<|im_start|>assistant\nYo<|im_end|>" in text_of(tokenizer, result)
-    assert isinstance(result, Masked)
-    assert (result.method, result.num_turns_left_out) == (MaskMethod.LAST_TURN_ONLY, 1)
+    result = mask_row(tokenizer, chat(user("Hi"), robot("<think>\nhm\n</think>\n\nYo"), user("So?"), robot("No.")))
+    assert each(tokenizer, result) == [
+        ["<think>\n\n</think>\n\nNo.<|im_end|>"],
+        ["<think>\nhm\n</think>\n\nYo<|im_end|>"],
+    ]
+    assert "<|im_start|>assistant\nYo<|im_end|>" in text_of(tokenizer, result.samples[0])
+    assert (result.counts["num_rewritten"], result.counts["num_turns_left_out"]) == (1, 0)
+    # The row has no thought for the last turn, and does not say that there was none.
+    assert result.counts["num_turns_without_thought"] == 1
 
 
 def test_a_message_after_the_last_answer_does_not_strip_its_thought() -> None:
     tokenizer = small.tokenizer("think")
-    result = mask(tokenizer, chat(user("Hi"), robot("<think>\nhm\n</think>\n\nYo"), user("Thanks")))
-    assert supervised(tokenizer, result) == ["<think>\nhm\n</think>\n\nYo<|im_end|>"]
-    assert isinstance(result, Masked)
-    assert result.method is MaskMethod.PREFIX_RENDER
+    result = mask_row(tokenizer, chat(user("Hi"), robot("<think>\nhm\n</think>\n\nYo"), user("Thanks")))
+    assert each(tokenizer, result) == [["<think>\nhm\n</think>\n\nYo<|im_end|>"]]
+    assert result.counts["num_rewritten"] == 0
 
 
-def test_turns_after_the_last_question_are_all_exact_and_earlier_ones_context() -> None:
+def test_turns_after_the_last_question_share_a_sample_and_each_turn_is_supervised_once() -> None:
     tokenizer = small.tokenizer("think")
     tool = {"role": "tool", "content": "7"}
-    result = mask(tokenizer, chat(user("Hi"), robot("a"), user("So?"), robot("b"), tool, robot("c")))
-    assert supervised(tokenizer, result) == [
-        "<think>\n\n</think>\n\nb<|im_end|>",
-        "<think>\n\n</think>\n\nc<|im_end|>",
+    result = mask_row(tokenizer, chat(user("Hi"), robot("a"), user("So?"), robot("b"), tool, robot("c")))
+    assert each(tokenizer, result) == [
+        ["<think>\n\n</think>\n\nb<|im_end|>", "<think>\n\n</think>\n\nc<|im_end|>"],
+        ["<think>\n\n</think>\n\na<|im_end|>"],
     ]
-    assert isinstance(result, Masked)
-    assert (result.method, result.num_turns_left_out) == (MaskMethod.EXACT_TURNS_ONLY, 1)
+
+
+def test_a_prompt_that_opens_a_thought_which_no_rendering_shows_is_composed_with_the_answer() -> None:
+    tokenizer = small.tokenizer("think_prompt")
+    for content in ("hm</think>Yo", "<think>\nhm</think>Yo"):
+        result = mask_row(tokenizer, chat(user("Hi"), robot(content)))
+        assert each(tokenizer, result) == [["hm</think>Yo<|im_end|>"]]
+        assert text_of(tokenizer, result.samples[0]).endswith("<|im_start|>assistant\n<think>\nhm</think>Yo<|im_end|>")
+        assert isinstance(result.samples[0], Masked) and result.samples[0].method is MaskMethod.COMPOSED
+        assert result.counts["num_turns_composed"] == 1
+    beside = chat(user("Hi"), robot("Yo") | {"reasoning_content": "hm\n"})
+    assert each(tokenizer, mask_row(tokenizer, beside)) == [["hm\n</think>\n\nYo<|im_end|>"]]
 
 
 def test_a_prompt_that_no_rendering_shows_is_a_stated_refusal() -> None:
-    result = mask(small.tokenizer("think_prompt"), chat(user("Hi"), robot("hm</think>Yo")))
+    result = mask(small.tokenizer("think_prompt"), chat(user("Hi"), robot("Yo")))
     assert isinstance(result, Refused)
     assert result.reason is Reason.TEMPLATE_REWRITES_HISTORY
     assert "assistant message 2" in result.detail
+
+
+def test_a_turn_that_cannot_be_shown_is_counted_beside_those_that_can() -> None:
+    tokenizer = small.tokenizer("think_prompt")
+    result = mask_row(tokenizer, chat(user("Hi"), robot("hm</think>Yo"), user("So?"), robot("No.")))
+    assert each(tokenizer, result) == [["hm</think>Yo<|im_end|>"]]
+    assert result.counts["num_turns_left_out"] == 1
 
 
 def test_bos_of_the_template_is_the_only_one() -> None:
@@ -180,9 +211,8 @@ def test_double_bos_is_refused() -> None:
 
 def test_what_the_template_raises_is_a_reason_with_its_own_words() -> None:
     tokenizer = small.tokenizer("inst", eos="</s>")
-    results = Masker(tokenizer, Path("nowhere")).mask(
-        [chat(user("a"), user("b"), robot("c")), chat(user("Hi"), robot("Yo"))]
-    )
+    rows = [chat(user("a"), user("b"), robot("c")), chat(user("Hi"), robot("Yo"))]
+    results = [result.samples[0] for result in Masker(tokenizer, Path("nowhere")).mask(rows)]
     assert isinstance(results[0], Refused) and results[0].reason is Reason.TEMPLATE_ERROR
     assert "roles must alternate" in results[0].detail
     assert isinstance(results[1], Masked)
@@ -235,10 +265,9 @@ def test_ends_that_differ_between_last_and_earlier_turns_and_for_calls(tmp_path:
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"eos_token_id": tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])})
     )
-    last = mask(tokenizer, chat(user("Hi"), robot("Yo"), user("So?"), robot("No.")), directory=tmp_path)
-    assert supervised(tokenizer, last) == ["<|message|>No.<|return|>"]
-    assert isinstance(last, Masked)
-    assert last.method is MaskMethod.LAST_TURN_ONLY
+    two = mask_row(tokenizer, chat(user("Hi"), robot("Yo"), user("So?"), robot("No.")), directory=tmp_path)
+    assert each(tokenizer, two) == [["<|message|>No.<|return|>"], ["<|message|>Yo<|return|>"]]
+    assert "<|message|>Yo<|end|>" in text_of(tokenizer, two.samples[0])
     call = {"role": "assistant", "content": "", "tool_calls": [1]}
     tool = {"role": "tool", "content": "7"}
     both = mask(tokenizer, chat(user("Hi"), call, tool, robot("No.")), directory=tmp_path)
@@ -380,7 +409,7 @@ def test_results_keep_the_order_of_the_rows() -> None:
         chat(user("Hi"), robot("d")),
         given_tokens([9], [1]),
     ]
-    results = Masker(tokenizer, Path("nowhere")).mask(rows)
+    results = [result.samples[0] for result in Masker(tokenizer, Path("nowhere")).mask(rows)]
     assert [getattr(result, "method", None) for result in results] == [
         MaskMethod.PREFIX_RENDER,
         MaskMethod.TEXT,

@@ -83,6 +83,10 @@ class Sample:
     conversation_id: str = ""
     source: str = ""
     tags: tuple[str, ...] = ()
+    split: str = "train"
+    """`train` or `held_out`."""
+    language: str = ""
+    """As the row says, else the script that most of its text is written in; empty where neither is known."""
 
     def __post_init__(self) -> None:
         if not self.sample_id:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from eyas.data.render import Tokenizer
 from eyas.data.table import SampleTable
-from eyas.data.template import Tokenizer
 from eyas.errors import DataError
 from eyas.records import Sample
 

@@ -1,158 +1,198 @@
 """`prepare`: conversations to `samples.parquet`, every row accounted for.
 
-Rows stream through: read, rendered and tokenised some hundred kilobytes at a time, written. Equal samples are found at
-the end: 36 bytes per sample stay in memory (its id, where it came from, how its mask was made), so a million samples
-cost 36 MB. Without duplicates the file that was written is the result. With them it is read once for the masks of the
-samples that occur more than once, which are held in memory, and written anew without the repetitions.
+Three steps. **Parts**: the sources are read in chunks of some megabytes, each rendered, tokenised and masked by one
+process, and kept as a file beside the table; a run that was stopped goes on with those that are there. **Join**: equal
+samples are found, their masks united, and the table is written in the order of the sources, so that it does not depend
+on how many processes worked. **Report**: what the mix is, and what a draft vocabulary would cover of it. A small input
+is done in this process, without files beside the table.
+
+A table that was made from the same lines with the same settings is left as it is. Memory: some chunks for each process,
+and 33 bytes per sample (its id, and which earlier sample it repeats); a million samples cost 33 MB. Samples that occur
+more than once are held while their masks are united.
+
+An equal sample in both splits is held out: what evaluation sees must not have been trained on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import time
-from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from eyas.config import DataConfig, TargetConfig
-from eyas.data.sources import DroppedRow, Reason, Row, Where, check_sources, read_rows
-from eyas.data.table import SampleTable, TableMetadata, TableWriter, samples_of
-from eyas.data.template import (
-    Masked,
-    Masker,
-    MaskMethod,
-    Refused,
-    load_tokenizer,
-    template_digest,
-    tokenizer_digest,
+from eyas.data.parts import (
+    CHUNK_BYTES,
+    MAX_EXAMPLES,
+    METHODS,
+    Chunk,
+    Example,
+    Facts,
+    InputDigest,
+    Maker,
+    PartStore,
+    chunks_of,
+    key_of,
+    printable,
+    read_part,
+    settings_of,
 )
+from eyas.data.render import check_options
+from eyas.data.report import Report, load_report, make_report, write_report
+from eyas.data.rules import patterns
+from eyas.data.sources import Reason, Where, check_sources, read_lines
+from eyas.data.split import HELD_OUT
+from eyas.data.table import SampleTable, TableMetadata, TableWriter, samples_of
+from eyas.data.template import check_target, template_digest, tokenizer_digest
+from eyas.data.workers import Workers
 from eyas.errors import ConfigError, DataError
 from eyas.log import Progress, human_bytes, human_time
-from eyas.records import Sample, Span, spans_of
+from eyas.records import Sample, spans_of
 
-BATCH_ROWS = 64
-BATCH_BYTES = 512 * 1024
-"""Source bytes that are tokenised together; offsets make a token cost some hundred bytes meanwhile."""
-MAX_EXAMPLES = 3
-"""Dropped rows that are named, per reason."""
-MAX_DETAIL_CHARS = 200
 SAMPLE_ID_BYTES = 16
-
-_METHODS = tuple(MaskMethod)
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One dropped row."""
-
-    where: str
-    """`FILE:LINE`."""
-    detail: str
+CHUNKS_AHEAD = 2
+"""Chunks for each process that wait for it or for their turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareReceipt:
-    """What `prepare` did. `num_input = num_kept + sum(dropped)`."""
+    """What `prepare` did, or found done."""
 
     path: Path
-    num_input: int
-    num_kept: int
-    dropped: Mapping[str, int]
-    """Rows by `sources.Reason`; those merged into an equal one are `duplicate`."""
-    num_merged: int
-    num_tokens: int
-    num_supervised: int
-    mask_methods: Mapping[str, int]
-    """Kept rows by `template.MaskMethod`."""
-    num_straddling: int
-    """Ends of turns in kept rows that fell inside a token."""
-    num_turns_left_out: int
-    """Assistant turns of kept rows that are context only."""
-    tokenizer_digest: str
-    template_digest: str
+    table: TableMetadata
+    """`num_input + num_extra = num_kept + sum(dropped)`."""
     table_digest: str
     table_bytes: int
     examples: Mapping[str, tuple[Example, ...]]
-    """The first dropped rows of each reason."""
+    """The first dropped rows of each reason; none where the table was there already."""
+    report: Report
+    num_workers: int
+    """0: the table was there already."""
+    num_parts_reused: int
+    """Parts that a former run had made."""
     wall_s: float
 
     def to_json(self) -> dict[str, Any]:
         """The receipt as JSON values."""
-        return {**dataclasses.asdict(self), "path": str(self.path)}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("table", "report")}
+        examples = {reason: [dataclasses.asdict(e) for e in named] for reason, named in self.examples.items()}
+        return {
+            **dataclasses.asdict(self.table),
+            **values,
+            "path": str(self.path),
+            "examples": examples,
+            "report": self.report.to_json(),
+        }
 
     def lines(self) -> list[str]:
-        """The receipt for people: law 1 first, then sizes, then what was dropped and where."""
-        rate = self.num_tokens / self.wall_s if self.wall_s else 0.0
-        methods = ", ".join(f"{name} {count:,}" for name, count in self.mask_methods.items())
+        """The receipt for people: law 1 first, then sizes, then what is worth knowing, then what was dropped."""
+        table = self.table
+        extra = f" + {table.num_extra:,} extra samples" if table.num_extra else ""
         lines = [
-            f"{self.path}: {self.num_input:,} rows = {self.num_kept:,} kept + {sum(self.dropped.values()):,} dropped",
-            f"{self.num_tokens:,} tokens, {self.num_supervised:,} supervised "
-            f"({self.num_supervised / self.num_tokens:.1%}), {human_bytes(self.table_bytes)}, "
-            f"{human_time(self.wall_s)}, {rate:,.0f} tokens/s",
-            f"masks: {methods}",
+            f"{self.path}: {table.num_input:,} rows{extra} = {table.num_kept:,} kept"
+            f" + {sum(table.dropped.values()):,} dropped",
+            f"{table.num_tokens:,} tokens, {table.num_supervised:,} supervised "
+            f"({table.num_supervised / table.num_tokens:.1%}), {human_bytes(self.table_bytes)}, {self._pace()}",
+            f"masks: {', '.join(f'{name} {count:,}' for name, count in table.mask_methods.items())}",
+            *_about_template(table),
+            *_about_rules(table),
         ]
-        if self.num_turns_left_out:
-            lines.append(
-                f"{self.num_turns_left_out:,} assistant turns are context only: the template shows them otherwise than "
-                "the target wrote them"
-            )
-        if self.num_straddling:
-            lines.append(f"{self.num_straddling:,} ends of turns fall inside a token; that token is not supervised")
-        for reason, count in sorted(self.dropped.items(), key=lambda item: (-item[1], item[0])):
+        for reason, count in sorted(table.dropped.items(), key=lambda item: (-item[1], item[0])):
             lines.append(f"dropped {count:,} {reason}")
             lines += [f"  {example.where}: {example.detail}" for example in self.examples.get(reason, ())]
-        lines.append(f"table {self.table_digest}  tokenizer {self.tokenizer_digest}  template {self.template_digest}")
+        lines += self.report.lines()
+        lines.append(f"table {self.table_digest}  tokenizer {table.tokenizer_digest}  template {table.template_digest}")
         return lines
 
+    def _pace(self) -> str:
+        if not self.num_workers:
+            return "nothing to do: same lines, same settings"
+        rate = self.table.num_tokens / self.wall_s if self.wall_s else 0.0
+        pace = f"{human_time(self.wall_s)}, {rate:,.0f} tokens/s"
+        if self.num_workers > 1:
+            pace += f", {self.num_workers} processes"
+        if self.num_parts_reused:
+            pace += f", {self.num_parts_reused:,} parts of a former run"
+        return pace
 
-@dataclass(slots=True)
-class _Tally:
-    """What was seen so far; per written row 36 bytes."""
 
-    num_input: int = 0
-    num_bytes: int = 0
-    num_tokens: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[Example]] = field(default_factory=dict)
-    files: dict[Path, int] = field(default_factory=dict)
-    sample_ids: bytearray = field(default_factory=bytearray)
-    methods: array[int] = field(default_factory=lambda: array("B"))
-    straddling: array[int] = field(default_factory=lambda: array("H"))
-    left_out: array[int] = field(default_factory=lambda: array("H"))
-    file_numbers: array[int] = field(default_factory=lambda: array("I"))
-    lines: array[int] = field(default_factory=lambda: array("Q"))
+def _about_template(table: TableMetadata) -> list[str]:
+    lines = []
+    if table.num_rewritten:
+        share = table.num_repeated_tokens / table.num_tokens
+        lines.append(
+            f"template: rewrites history in {table.num_rewritten:,} conversations: {table.num_extra:,} extra samples, "
+            f"which repeat {table.num_repeated_tokens:,} context tokens ({share:.1%} of all)"
+        )
+    elif any(method in table.mask_methods for method in ("prefix_render", "generation_tags")):
+        lines.append(
+            "template: EXACT, one rendering shows every turn of a conversation as it was asked for and written"
+        )
+    if table.num_turns_composed:
+        lines.append(
+            f"{table.num_turns_composed:,} turns are put together of prompt, thoughts and answer: the template shows "
+            "their thoughts nowhere"
+        )
+    if table.num_turns_left_out:
+        lines.append(
+            f"{table.num_turns_left_out:,} assistant turns are context only: no rendering shows them as they were "
+            "asked for and written"
+        )
+    if table.num_turns_changed:
+        lines.append(
+            f"{table.num_turns_changed:,} turns are supervised as the template shows them, not in the row's very words "
+            "(trimmed, say)"
+        )
+    if table.num_turns_without_thought:
+        lines.append(
+            f"{table.num_turns_without_thought:,} turns come without thoughts and get an empty one from the template, "
+            "as if the target had written it; answered without thinking? set "
+            "data.template_options.enable_thinking=false"
+        )
+    if table.num_straddling:
+        lines.append(f"{table.num_straddling:,} ends of turns fall inside a token; that token is not supervised")
+    if table.num_retokenized:
+        lines.append(
+            f"{table.num_retokenized:,} rows ({table.num_retokenized / table.num_input:.1%}) had their answers "
+            "tokenised again: their server gave no token ids"
+        )
+    if table.date:
+        lines.append(f"the template writes the date into the prompt: {table.date}, by data.date")
+    return lines
 
-    def drop(self, where: Where, reason: str, detail: str) -> None:
-        self.dropped[reason] += 1
-        named = self.examples.setdefault(reason, [])
-        if len(named) < MAX_EXAMPLES:
-            named.append(Example(str(where), _printable(detail)))
 
-    def write(self, row: Row, sample: Sample, masked: Masked) -> None:
-        self.num_tokens += sample.num_tokens
-        self.sample_ids += bytes.fromhex(sample.sample_id)
-        self.methods.append(_METHODS.index(masked.method))
-        self.straddling.append(min(masked.num_straddling, 0xFFFF))
-        self.left_out.append(min(masked.num_turns_left_out, 0xFFFF))
-        self.file_numbers.append(self.files.setdefault(row.where.path, len(self.files)))
-        self.lines.append(row.where.line)
-
-    def where(self, row_number: int) -> Where:
-        return Where(list(self.files)[self.file_numbers[row_number]], self.lines[row_number])
+def _about_rules(table: TableMetadata) -> list[str]:
+    lines = []
+    if table.num_turns_skipped:
+        lines.append(f"last_turn_only: {table.num_turns_skipped:,} earlier turns are context")
+    if not table.reasoning:
+        lines.append(f"reasoning off: {table.num_reasoning_tokens:,} tokens of thoughts are context")
+    if table.ignore:
+        lines.append(f"ignore: {table.num_ignored_tokens:,} tokens are context")
+    if table.num_cut:
+        lines.append(
+            f"too_long={table.too_long}: {table.num_cut:,} samples shortened to {table.max_tokens:,} tokens, "
+            f"{table.num_cut_tokens:,} tokens lost"
+        )
+    return lines
 
 
 def prepare(data: DataConfig, target: TargetConfig, progress: Progress) -> PrepareReceipt:
-    """Read the sources, tokenise them for the target and write the sample table.
+    """Read the sources, tokenise them for the target and write the sample table and its report.
 
-    An existing table stays as it is until the new one is complete. ConfigError when a path is not set; DataError, one
-    line, when a source is missing, empty or damaged, the target has no tokeniser or no template that it needs, or no
-    sample is left.
+    An existing table stays as it is until the new one is complete. ConfigError when a path is not set or a setting is
+    of no use; DataError, one line, when a source is missing, empty or damaged, the target has no tokeniser or no
+    template that it needs, a process died, or no sample is left.
     """
     started = time.monotonic()
     if not data.sources:
@@ -161,83 +201,293 @@ def prepare(data: DataConfig, target: TargetConfig, progress: Progress) -> Prepa
         raise ConfigError("data.samples is not set; name the sample table to be written, samples.parquet say")
     if data.samples.resolve() in {path.resolve() for path in data.sources}:
         raise ConfigError(f"data.samples: {data.samples} is one of data.sources")
-    if target.path is None:
-        raise ConfigError("target.path is not set; name the directory of the target model")
-    progress.show(f"prepare: reading the tokeniser of {target.path}", force=True)
-    total_bytes = check_sources(data.sources)
-    tokenizer = load_tokenizer(target)
-    masker = Masker(tokenizer, target.path)
-    tally = _Tally()
-    with TableWriter(data.samples, stage="rows") as rows:
-        for batch in _batches(data, tally):
-            for row, result in zip(batch, masker.mask(batch), strict=True):
-                _settle(row, result, data.max_tokens, tally, rows)
-            if progress.due():
-                progress.show(_progress_line(tally, total_bytes, started))
-        if not rows.num_rows:
-            raise DataError(_nothing_left(tally))
-        first_of = _first_occurrences(tally.sample_ids)
-        base = TableMetadata(
-            tokenizer_digest=tokenizer_digest(target.path),
-            template_digest=template_digest(tokenizer),
-            max_tokens=data.max_tokens,
+    patterns(data.ignore)
+    check_options(data.template_options)
+    check_target(target)
+    run = _Run(data, target, progress, total_bytes=check_sources(data.sources), started=started)
+    found = run.unchanged()
+    if found is not None:
+        return run.receipt(found)
+    with TableWriter(data.samples) as out:
+        run.make_parts()
+        run.join(out)
+    if run.store is not None:
+        run.store.remove()
+    return run.receipt(SampleTable.open(data.samples))
+
+
+@dataclass(slots=True)
+class _Merged:
+    """What the rows of one sample have together."""
+
+    mask: npt.NDArray[np.bool_]
+    tags: dict[str, None]
+    split: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A part that is made, or being made, and waits for its turn."""
+
+    chunk: Chunk
+    part: str | bytes
+    """Its key, or itself where there is no store."""
+    facts: Facts | Future[Facts]
+
+
+class _Run:
+    """One `prepare`: parts first, then the table of them."""
+
+    def __init__(
+        self, data: DataConfig, target: TargetConfig, progress: Progress, *, total_bytes: int, started: float
+    ) -> None:
+        assert data.samples is not None and target.path is not None
+        self.data = data
+        self.target = target
+        self.path = data.samples
+        self.directory = target.path
+        self.progress = progress
+        self.started = started
+        self.settings_digest = settings_of(data, target)
+        self._total_bytes = total_bytes
+        self._all_files = all(path.is_file() for path in data.sources)
+        self.num_workers = data.workers or _default_workers(total_bytes)
+        big = self.num_workers > 1 or total_bytes > CHUNK_BYTES or not self._all_files
+        self.store = PartStore(data.samples) if big else None
+        self._facts = Facts()
+        self._input = InputDigest()
+        self._parts: list[tuple[Path, str | bytes]] = []
+        self._num_reused = 0
+        self._num_bytes = 0
+        self._maker: Maker | None = None
+
+    def unchanged(self) -> SampleTable | None:
+        """The table that is there, if it was made from the same lines with the same settings."""
+        # What comes through a pipe can be read once only.
+        if not self._all_files or not self.path.exists():
+            return None
+        try:
+            table = SampleTable.open(self.path)
+        except DataError:
+            return None
+        if table.metadata.settings_digest != self.settings_digest:
+            return None
+        found = InputDigest()
+        num_bytes = 0
+        for chunk in chunks_of(read_lines(self.data.sources)):
+            found.update(chunk)
+            num_bytes += chunk.num_bytes
+            if self.progress.due():
+                self.progress.show(f"prepare: comparing with {self.path}: {human_bytes(num_bytes)}")
+        if table.metadata.input_digest != found.hexdigest():
+            return None
+        self.num_workers = 0
+        return table
+
+    def make_parts(self) -> None:
+        """A part for each chunk of the sources, in order."""
+        self.progress.show(f"prepare: reading the tokeniser of {self.directory}", force=True)
+        self._maker = Maker(self.data, self.target)
+        with contextlib.ExitStack() as stack:
+            workers: Workers | None = None
+            if self.store is not None and self.num_workers > 1:
+                workers = stack.enter_context(Workers(self.num_workers, self.data, self.target))
+            waiting: deque[_Waiting] = deque()
+            for chunk in self._chunks(waiting):
+                self._input.update(chunk)
+                key = key_of(chunk, self.settings_digest)
+                known = None if self.store is None else self.store.facts(key)
+                if known is not None:
+                    self._num_reused += 1
+                    waiting.append(_Waiting(chunk, key, known))
+                elif workers is not None:
+                    waiting.append(_Waiting(chunk, key, workers.submit(chunk, key)))
+                else:
+                    part, facts = self._maker.part(chunk)
+                    if self.store is not None:
+                        self.store.put(key, part)
+                    waiting.append(_Waiting(chunk, part if self.store is None else key, facts))
+                while len(waiting) > (CHUNKS_AHEAD * self.num_workers if workers else 0):
+                    self._settle(waiting.popleft())
+            while waiting:
+                self._settle(waiting.popleft())
+
+    def _chunks(self, waiting: deque[_Waiting]) -> Iterator[Chunk]:
+        try:
+            yield from chunks_of(read_lines(self.data.sources))
+        except DataError:
+            # What is wrong before that place is told first, however many processes there are.
+            while waiting:
+                self._settle(waiting.popleft())
+            raise
+
+    def _settle(self, made: _Waiting) -> None:
+        facts = made.facts
+        if isinstance(facts, Future):
+            while not facts.done():
+                wait([facts], timeout=0.2)
+                self._show()
+            facts = facts.result()
+        self._facts.add(facts)
+        self._parts.append((made.chunk.path, made.part))
+        self._num_bytes += made.chunk.num_bytes
+        self._show()
+
+    def join(self, out: TableWriter) -> None:
+        """Put the table in place, repetitions merged into the first sample with their id."""
+        facts = self._facts
+        if not facts.num_samples:
+            if self.store is not None:
+                self.store.remove()
+            raise DataError(_nothing_left(facts))
+        assert self._maker is not None
+        first_of = _first_occurrences(self._sample_ids())
+        kept = first_of == np.arange(len(first_of))
+        num_merged = int(np.count_nonzero(~kept))
+        merged: dict[int, _Merged] = {}
+        if num_merged:
+            facts.dropped[Reason.DUPLICATE] = num_merged
+            facts.examples[Reason.DUPLICATE] = self._duplicates(first_of, kept)
+            merged = self._merge(first_of, kept)
+        methods: Counter[int] = Counter()
+        splits: Counter[str] = Counter()
+        num_straddling = num_repeated_tokens = number = 0
+        for _, batch in self._batches():
+            columns = (batch.column(name).to_pylist() for name in ("method", "extra", "straddling"))
+            for sample, method, extra, straddling in zip(samples_of(batch), *columns, strict=True):
+                if kept[number]:
+                    whole = _with(sample, merged.get(number))
+                    out.append(whole)
+                    methods[method] += 1
+                    splits[whole.split] += 1
+                    num_straddling += straddling
+                    num_repeated_tokens += whole.num_tokens - whole.num_supervised if extra else 0
+                number += 1
+            self.progress.show(f"prepare: writing the table, sample {number:,} of {len(first_of):,}")
+        metadata = TableMetadata(
+            **facts.counts,
+            tokenizer_digest=tokenizer_digest(self.directory),
+            template_digest=template_digest(self._maker.tokenizer),
+            num_input=facts.num_input,
+            num_kept=out.num_rows,
+            dropped=dict(sorted(facts.dropped.items())),
+            num_merged=num_merged,
+            num_tokens=out.num_tokens,
+            num_supervised=out.num_supervised,
+            mask_methods={str(name): methods[i] for i, name in enumerate(METHODS) if methods[i]},
+            splits=dict(sorted(splits.items())),
+            num_straddling=num_straddling,
+            num_repeated_tokens=num_repeated_tokens,
+            max_tokens=self.data.max_tokens,
+            too_long=self.data.too_long,
+            last_turn_only=self.data.last_turn_only,
+            reasoning=self.data.reasoning,
+            ignore=self.data.ignore,
+            template_options=self.data.model_dump(mode="json")["template_options"],
+            date=self.data.date.isoformat() if self._maker.masker.uses_date else "",
+            held_out=self.data.held_out,
+            input_digest=self._input.hexdigest(),
+            settings_digest=self.settings_digest,
         )
-        metadata = _publish(data.samples, rows, first_of, tally, base, progress)
-    table = SampleTable.open(data.samples)
-    return PrepareReceipt(
-        path=data.samples,
-        num_input=metadata.num_input,
-        num_kept=metadata.num_kept,
-        dropped=metadata.dropped,
-        num_merged=metadata.num_merged,
-        num_tokens=metadata.num_tokens,
-        num_supervised=metadata.num_supervised,
-        mask_methods=metadata.mask_methods,
-        num_straddling=metadata.num_straddling,
-        num_turns_left_out=metadata.num_turns_left_out,
-        tokenizer_digest=metadata.tokenizer_digest,
-        template_digest=metadata.template_digest,
-        table_digest=table.digest,
-        table_bytes=data.samples.stat().st_size,
-        examples={reason: tuple(named) for reason, named in tally.examples.items()},
-        wall_s=time.monotonic() - started,
-    )
+        if metadata.num_input + metadata.num_extra != metadata.num_kept + sum(metadata.dropped.values()):
+            raise DataError(
+                f"{self.path}: {metadata.num_input} rows read + {metadata.num_extra} extra samples, but "
+                f"{metadata.num_kept} kept + {sum(metadata.dropped.values())} dropped; nothing was written, please "
+                "report this"
+            )
+        out.publish(metadata)
+
+    def receipt(self, table: SampleTable) -> PrepareReceipt:
+        """What was done, with the report, which is made anew where the one that is there is another table's."""
+        sizes = self.data.draft_vocab_sizes
+        report = load_report(table, sizes)
+        if report is None:
+            self.progress.show("prepare: counting tokens for the report", force=True)
+            report = make_report(table, sizes)
+            write_report(table.path, report)
+        examples = self._facts.examples
+        return PrepareReceipt(
+            path=table.path,
+            table=table.metadata,
+            table_digest=table.digest,
+            table_bytes=table.path.stat().st_size,
+            examples={reason: tuple(named) for reason, named in examples.items()},
+            report=report,
+            num_workers=self.num_workers,
+            num_parts_reused=self._num_reused,
+            wall_s=time.monotonic() - self.started,
+        )
+
+    def _batches(self) -> Iterator[tuple[Path, pa.RecordBatch]]:
+        for path, part in self._parts:
+            if isinstance(part, bytes):
+                yield path, read_part(part)[1]
+            else:
+                assert self.store is not None
+                yield path, self.store.get(part)[1]
+
+    def _sample_ids(self) -> bytearray:
+        ids = bytearray()
+        for _, batch in self._batches():
+            for sample_id in batch.column("sample_id").to_pylist():
+                ids += sample_id
+        return ids
+
+    def _duplicates(self, first_of: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]) -> list[Example]:
+        """The first repetitions, and what they repeat."""
+        numbers = np.flatnonzero(~kept)[:MAX_EXAMPLES].tolist()
+        wanted = sorted({*numbers, *(int(first_of[n]) for n in numbers)})
+        places: dict[int, str] = {}
+        begin = 0
+        for path, batch in self._batches():
+            for n in wanted:
+                if begin <= n < begin + batch.num_rows:
+                    places[n] = str(Where(path, batch.column("line")[n - begin].as_py()))
+            begin += batch.num_rows
+        return [Example(places[n], printable(f"same tokens as {places[int(first_of[n])]}")) for n in numbers]
+
+    def _merge(self, first_of: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]) -> dict[int, _Merged]:
+        """Union of masks and of tags for each sample that occurs more than once, by its first row."""
+        repeated = np.zeros(len(first_of), dtype=np.bool_)
+        repeated[first_of[~kept]] = True
+        merged: dict[int, _Merged] = {}
+        number = 0
+        for _, batch in self._batches():
+            if not repeated[first_of[number : number + batch.num_rows]].any():
+                number += batch.num_rows
+                continue
+            for sample in samples_of(batch):
+                first = int(first_of[number])
+                number += 1
+                if not repeated[first]:
+                    continue
+                so_far = merged.setdefault(first, _Merged(np.zeros(sample.num_tokens, dtype=np.bool_), {}, ""))
+                so_far.mask |= sample.loss_mask()
+                so_far.tags.update(dict.fromkeys(sample.tags))
+                so_far.split = HELD_OUT if HELD_OUT in (so_far.split, sample.split) else sample.split
+            self.progress.show(f"prepare: merging duplicates, sample {number:,} of {len(first_of):,}")
+        return merged
+
+    def _show(self) -> None:
+        if not self.progress.due():
+            return
+        facts = self._facts
+        elapsed = time.monotonic() - self.started
+        rate = facts.num_tokens / elapsed if elapsed else 0.0
+        line = (
+            f"prepare: {facts.num_input:,} rows, {sum(facts.dropped.values()):,} dropped, "
+            f"{facts.num_tokens:,} tokens, {rate:,.0f} tokens/s"
+        )
+        if self._total_bytes and self._num_bytes:
+            share = min(self._num_bytes / self._total_bytes, 1.0)
+            left = human_time(elapsed * (1 - share) / share)
+            line += f", {share:.0%} of {human_bytes(self._total_bytes)}, {left} left"
+        self.progress.show(line)
 
 
-def _batches(data: DataConfig, tally: _Tally) -> Iterator[list[Row]]:
-    """Usable rows, a bounded number of bytes at a time; the others are counted on the way."""
-    batch: list[Row] = []
-    num_bytes = 0
-    for row in read_rows(data.sources):
-        tally.num_input += 1
-        tally.num_bytes += row.num_bytes
-        if isinstance(row, DroppedRow):
-            tally.drop(row.where, row.reason, row.detail)
-        else:
-            batch.append(row)
-        num_bytes += row.num_bytes
-        if len(batch) >= BATCH_ROWS or num_bytes >= BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    yield batch
-
-
-def _settle(row: Row, result: Masked | Refused, max_tokens: int, tally: _Tally, rows: TableWriter) -> None:
-    if isinstance(result, Refused):
-        tally.drop(row.where, result.reason, result.detail)
-        return
-    if len(result.token_ids) > max_tokens:
-        tally.drop(row.where, Reason.TOO_LONG, f"{len(result.token_ids):,} tokens, data.max_tokens is {max_tokens:,}")
-        return
-    sample = Sample(
-        result.token_ids,
-        result.loss_spans,
-        conversation_id=row.conversation_id,
-        source=row.source,
-        tags=row.tags,
-    )
-    rows.append(sample)
-    tally.write(row, sample, result)
+def _default_workers(total_bytes: int) -> int:
+    """One for each core, but none that has less to do than its start costs."""
+    return max(1, min(len(os.sched_getaffinity(0)), total_bytes // CHUNK_BYTES))
 
 
 def _first_occurrences(sample_ids: bytearray) -> npt.NDArray[np.int64]:
@@ -252,115 +502,15 @@ def _first_occurrences(sample_ids: bytearray) -> npt.NDArray[np.int64]:
     return first_of
 
 
-@dataclass(slots=True)
-class _Merged:
-    """What the rows of one sample have together."""
-
-    mask: npt.NDArray[np.bool_]
-    tags: dict[str, None]
-
-
-def _publish(
-    path: Path,
-    rows: TableWriter,
-    first_of: npt.NDArray[np.int64],
-    tally: _Tally,
-    base: TableMetadata,
-    progress: Progress,
-) -> TableMetadata:
-    """Put the table in place, repetitions merged into the first row with their sample id; its final metadata."""
-    numbers = np.arange(len(first_of))
-    kept = first_of == numbers
-    num_merged = int(np.count_nonzero(~kept))
-    if num_merged:
-        for number in np.flatnonzero(~kept)[:MAX_EXAMPLES].tolist():
-            tally.drop(tally.where(number), Reason.DUPLICATE, f"same tokens as {tally.where(int(first_of[number]))}")
-        tally.dropped[Reason.DUPLICATE] = num_merged
-    methods = np.bincount(np.array(tally.methods, dtype=np.int64)[kept], minlength=len(_METHODS))
-    metadata = dataclasses.replace(
-        base,
-        num_input=tally.num_input,
-        num_kept=int(np.count_nonzero(kept)),
-        dropped=dict(sorted(tally.dropped.items())),
-        num_merged=num_merged,
-        mask_methods={str(name): int(count) for name, count in zip(_METHODS, methods, strict=True) if count},
-        num_straddling=int(np.array(tally.straddling, dtype=np.int64)[kept].sum()),
-        num_turns_left_out=int(np.array(tally.left_out, dtype=np.int64)[kept].sum()),
-    )
-    if metadata.num_input != metadata.num_kept + sum(metadata.dropped.values()):
-        raise DataError(
-            f"{path}: {metadata.num_input} rows read, but {metadata.num_kept} kept + "
-            f"{sum(metadata.dropped.values())} dropped; nothing was written, please report this"
-        )
-    if not num_merged:
-        metadata = dataclasses.replace(metadata, num_tokens=rows.num_tokens, num_supervised=rows.num_supervised)
-        rows.publish(metadata)
-        return metadata
-    rows.seal()
-    progress.show(f"prepare: merging {num_merged:,} duplicates", force=True)
-    merged = _merge(rows, first_of)
-    with TableWriter(path) as result:
-        number = 0
-        for batch in rows.batches():
-            for sample in samples_of(batch):
-                if kept[number]:
-                    result.append(_with(sample, merged.get(number)))
-                number += 1
-            if progress.due():
-                progress.show(f"prepare: merging {num_merged:,} duplicates, row {number:,} of {rows.num_rows:,}")
-        metadata = dataclasses.replace(metadata, num_tokens=result.num_tokens, num_supervised=result.num_supervised)
-        result.publish(metadata)
-    return metadata
-
-
-def _merge(rows: TableWriter, first_of: npt.NDArray[np.int64]) -> dict[int, _Merged]:
-    """Union of masks and of tags for each sample that occurs more than once, by its first row."""
-    repeated = np.zeros(len(first_of), dtype=np.bool_)
-    repeated[first_of[first_of != np.arange(len(first_of))]] = True
-    merged: dict[int, _Merged] = {}
-    number = 0
-    for batch in rows.batches():
-        for sample in samples_of(batch):
-            first = int(first_of[number])
-            number += 1
-            if not repeated[first]:
-                continue
-            so_far = merged.setdefault(first, _Merged(np.zeros(sample.num_tokens, dtype=np.bool_), {}))
-            so_far.mask |= sample.loss_mask()
-            so_far.tags.update(dict.fromkeys(sample.tags))
-    return merged
-
-
 def _with(sample: Sample, merged: _Merged | None) -> Sample:
     if merged is None:
         return sample
-    spans: tuple[Span, ...] = spans_of(merged.mask)
-    return dataclasses.replace(sample, loss_spans=spans, tags=tuple(merged.tags))
+    return dataclasses.replace(sample, loss_spans=spans_of(merged.mask), tags=tuple(merged.tags), split=merged.split)
 
 
-def _progress_line(tally: _Tally, total_bytes: int, started: float) -> str:
-    elapsed = time.monotonic() - started
-    rate = tally.num_tokens / elapsed if elapsed else 0.0
-    line = (
-        f"prepare: {tally.num_input:,} rows, {tally.num_input - len(tally.lines):,} dropped, "
-        f"{tally.num_tokens:,} tokens, {rate:,.0f} tokens/s"
-    )
-    if total_bytes and tally.num_bytes:
-        share = min(tally.num_bytes / total_bytes, 1.0)
-        line += f", {share:.0%} of {human_bytes(total_bytes)}, {human_time(elapsed * (1 - share) / share)} left"
-    return line
-
-
-def _nothing_left(tally: _Tally) -> str:
-    top = tally.dropped.most_common(3)
+def _nothing_left(facts: Facts) -> str:
     reasons = ", ".join(
-        f"{reason} {count:,} (first: {tally.examples[reason][0].where}: {tally.examples[reason][0].detail})"
-        for reason, count in top
+        f"{reason} {count:,} (first: {facts.examples[reason][0].where}: {facts.examples[reason][0].detail})"
+        for reason, count in facts.dropped.most_common(3)
     )
-    return f"none of {tally.num_input:,} rows became a sample: {reasons}"
-
-
-def _printable(text: str) -> str:
-    """One line without control characters, so that a row cannot write to a terminal what it likes."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
-    return line if len(line) <= MAX_DETAIL_CHARS else line[: MAX_DETAIL_CHARS - 1] + "…"
+    return f"none of {facts.num_input:,} rows became a sample: {reasons}"

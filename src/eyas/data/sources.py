@@ -8,7 +8,8 @@ A row takes one of these forms; where several fit, the first one wins:
 | messages | `messages` or `conversations`: `{role, content, …}` or `{from, value}`; `system` beside it comes first |
 | text | `text` |
 
-Beside them: `id`, `conversation_id` or `uuid`; `source`; `tags` (a string or a list); `tools`, handed to the template.
+Beside them: `id`, `conversation_id` or `uuid`; `source`; `tags` (a string or a list); `tools`, handed to the template;
+`language` or `lang`; `retokenized`, true when the server that answered gave no token ids.
 A line that is not UTF-8 or not JSON means that the file is damaged and stops everything. A line that is readable but
 of no use is a `DroppedRow` with a reason.
 """
@@ -16,7 +17,7 @@ of no use is a `DroppedRow` with a reason.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from eyas.data.split import MAX_LANGUAGE_CHARS, script_of
 from eyas.errors import DataError
 from eyas.records import TokenIds, as_token_ids, canonical_json, digest_bytes
 
@@ -70,7 +72,7 @@ class Reason(StrEnum):
     TEMPLATE_ERROR = "template_error"
     """The template itself refuses the conversation."""
     TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"
-    """No assistant turn stands in the whole rendering as the target would have been asked for it and written it."""
+    """No rendering shows any assistant turn as the target would have been asked for it and written it."""
     NO_TURN_END = "no_turn_end"
     """Where the target's own words end cannot be told."""
     DOUBLE_BOS = "double_bos"
@@ -126,6 +128,12 @@ class Row:
     conversation_id: str
     source: str
     tags: tuple[str, ...]
+    first_user: str | None = None
+    """Text of the first user turn, also of messages beside given token ids: decides the split."""
+    language: str = ""
+    """As the row says, else the script of its text; empty where neither is known."""
+    retokenized: bool = False
+    """The row says that its answers came without token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +174,29 @@ def read_rows(paths: Sequence[Path]) -> Iterator[Row | DroppedRow]:
 
     DataError, one line that names file and line: cannot be read, no row at all, invalid UTF-8, broken JSON.
     """
+    return rows_of(read_lines(paths))
+
+
+def read_lines(paths: Sequence[Path]) -> Iterator[tuple[Where, bytes]]:
+    """Every non-blank line of the sources, in order; DataError for one that cannot be read or has none."""
     for path in paths:
         empty = True
-        for where, line in _lines(path):
+        for line in _lines(path):
             empty = False
-            try:
-                yield _row(where, line)
-            except _Drop as drop:
-                yield DroppedRow(where, len(line), drop.reason, drop.detail)
-            except RecursionError:
-                yield DroppedRow(where, len(line), Reason.WRONG_TYPE, "nested too deeply")
+            yield line
         if empty:
             raise DataError(f"{path}: empty file: nothing but blank lines")
+
+
+def rows_of(lines: Iterable[tuple[Where, bytes]]) -> Iterator[Row | DroppedRow]:
+    """What each line says, wherever the lines come from; DataError for invalid UTF-8 and broken JSON."""
+    for where, line in lines:
+        try:
+            yield _row(where, line)
+        except _Drop as drop:
+            yield DroppedRow(where, len(line), drop.reason, drop.detail)
+        except RecursionError:
+            yield DroppedRow(where, len(line), Reason.WRONG_TYPE, "nested too deeply")
 
 
 def _lines(path: Path) -> Iterator[tuple[Where, bytes]]:
@@ -205,6 +224,7 @@ def _row(where: Where, line: bytes) -> Row:
     if b"\\u" in line and not _encodable(value):
         raise _Drop(Reason.INVALID_TEXT, "an escape like \\ud83d without its other half")
     content = _content(value)
+    first_user, text = _texts(value, content)
     return Row(
         where=where,
         num_bytes=len(line),
@@ -212,6 +232,9 @@ def _row(where: Where, line: bytes) -> Row:
         conversation_id=_conversation_id(value),
         source=_label(value, "source") or where.path.name,
         tags=_tags(value.get("tags")),
+        first_user=first_user,
+        language=_language(value) or script_of(text),
+        retokenized=value.get("retokenized") is True,
     )
 
 
@@ -339,6 +362,43 @@ def _label(value: dict[str, Any], key: str) -> str:
     if isinstance(label, bool) or not isinstance(label, (str, int)):
         raise _Drop(Reason.WRONG_TYPE, f"'{key}' is {_kind(label)}")
     return str(label)
+
+
+def _language(value: dict[str, Any]) -> str:
+    for key in ("language", "lang"):
+        label = value.get(key)
+        # Other types are somebody else's field: no reason to drop a row.
+        if isinstance(label, str) and label.strip():
+            return label.strip()
+    return ""
+
+
+def _texts(value: dict[str, Any], content: Messages | GivenTokens | PlainText) -> tuple[str | None, str]:
+    """The first user turn, if there is one, and some text to tell the language by."""
+    if isinstance(content, PlainText):
+        return None, content.text
+    if isinstance(content, Messages):
+        turns: Iterable[Any] = content.messages
+    else:
+        # Given token ids count as they are; messages beside them only say which conversation it is.
+        turns = next((value[key] for key in ("messages", "conversations") if isinstance(value.get(key), list)), [])
+    first_user = None
+    texts = []
+    missing = MAX_LANGUAGE_CHARS
+    for number, turn in enumerate(turns, start=1):
+        if first_user is not None and missing <= 0:
+            break
+        try:
+            message = turn if isinstance(content, Messages) else _message(turn, number)
+        except _Drop:
+            continue
+        if message["role"] not in ("user", "assistant"):
+            continue
+        if message["role"] == "user" and first_user is None:
+            first_user = message["content"]
+        texts.append(message["content"][: max(missing, 0)])
+        missing -= len(message["content"])
+    return first_user, "\n".join(texts)
 
 
 def _tags(value: Any) -> tuple[str, ...]:

@@ -11,6 +11,10 @@ Columns, in this order, none of them null:
 | `conversation_id` | string | |
 | `source` | dictionary<int32, string> | |
 | `tags` | list<string> | |
+| `split` | dictionary<int32, string> | `train` or `held_out` |
+| `language` | dictionary<int32, string> | as the row says, else the script of its text; empty where neither is known |
+
+Format version 1 has no `split` and `language`: such a table is read as if they were `train` and empty.
 
 The file's key-value metadata holds one JSON value per field of `TableMetadata`, under `eyas.<field>`. Nothing in the
 file depends on time, host or path: equal rows give equal bytes. Letters: `T` tokens.
@@ -40,7 +44,7 @@ import xxhash
 from eyas.errors import DataError, OutOfSpace
 from eyas.records import Sample, Span
 
-TABLE_FORMAT_VERSION = 1
+TABLE_FORMAT_VERSION = 2
 KEY_PREFIX = "eyas."
 
 SCHEMA = pa.schema(
@@ -52,8 +56,13 @@ SCHEMA = pa.schema(
         pa.field("conversation_id", pa.string(), nullable=False),
         pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),
         pa.field("tags", pa.list_(pa.field("element", pa.string(), nullable=False)), nullable=False),
+        pa.field("split", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+        pa.field("language", pa.dictionary(pa.int32(), pa.string()), nullable=False),
     ]
 )
+LATER_COLUMNS: Mapping[str, str] = {"split": "train", "language": ""}
+"""Columns that version 1 does not have, and the value that stands for them."""
+SCHEMA_1 = pa.schema([column for column in SCHEMA if column.name not in LATER_COLUMNS])
 
 ROW_GROUP_TOKENS = 1 << 20
 """A row group closes at this many tokens (4 MiB): what a reader holds at one time is a small multiple of it."""
@@ -73,15 +82,19 @@ class TableMetadata:
     template_digest: str = ""
     """xxh3-128 over the text of the chat template; empty when the tokenizer has none."""
     max_tokens: int = 0
-    """Longer samples were dropped."""
+    """Tokens of the longest sample that was allowed."""
+    too_long: str = "drop"
+    """What became of longer ones: `drop`, `turn` or `cut`."""
     num_input: int = 0
-    """Rows read: `num_input = num_kept + sum(dropped)`."""
+    """Rows read: `num_input + num_extra = num_kept + sum(dropped)`."""
+    num_extra: int = 0
+    """Samples beyond the first of each row, made where the template rewrites history."""
     num_kept: int = 0
     """Rows of the table."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Rows that did not become a row of the table, by reason; those merged into an equal one are `duplicate`."""
+    """Samples that did not become a row of the table, by reason; those merged into an equal one are `duplicate`."""
     num_merged: int = 0
-    """Rows merged into an earlier one with the same token ids: `dropped["duplicate"]`."""
+    """Samples merged into an earlier one with the same token ids: `dropped["duplicate"]`."""
     num_tokens: int = 0
     num_supervised: int = 0
     """Supervised tokens of all samples."""
@@ -90,7 +103,44 @@ class TableMetadata:
     num_straddling: int = 0
     """Ends of turns that fell inside a token; that token is not supervised."""
     num_turns_left_out: int = 0
-    """Assistant turns of kept rows that are context only, because the template shows them otherwise later on."""
+    """Assistant turns that are context only: no rendering shows them as they were asked for and written."""
+    num_rewritten: int = 0
+    """Conversations that needed more than one rendering, because the template rewrites history."""
+    num_repeated_tokens: int = 0
+    """Unsupervised tokens of the kept extra samples: the price of the rewriting."""
+    num_turns_composed: int = 0
+    """Turns put together of prompt and own text, because the template shows their thoughts nowhere."""
+    num_turns_changed: int = 0
+    """Turns whose text the template changes (trims, say): it is supervised as the template shows it."""
+    num_turns_without_thought: int = 0
+    """Turns to which the template adds an empty thought, supervised as if the target had written it."""
+    last_turn_only: bool = False
+    num_turns_skipped: int = 0
+    """Assistant turns before the last one, which `last_turn_only` made context."""
+    reasoning: bool = True
+    num_reasoning_tokens: int = 0
+    """Tokens that are context because `reasoning` is off."""
+    ignore: tuple[str, ...] = ()
+    num_ignored_tokens: int = 0
+    """Tokens that are context because they are part of a match of `ignore`."""
+    num_cut: int = 0
+    """Samples that were shortened to `max_tokens`."""
+    num_cut_tokens: int = 0
+    """Tokens which they lost."""
+    num_retokenized: int = 0
+    """Rows that say that their answers were tokenised again: the server gave no token ids."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template was given beside the messages."""
+    date: str = ""
+    """Today, as the template was told; empty when it does not ask."""
+    held_out: float = 0.0
+    """Share of the conversations that was to be held out."""
+    splits: Mapping[str, int] = field(default_factory=dict)
+    """Rows of the table by `split`."""
+    input_digest: str = ""
+    """xxh3-128 of the sources: names and lines."""
+    settings_digest: str = ""
+    """xxh3-128 of everything else that decides what the table holds."""
     format_version: int = TABLE_FORMAT_VERSION
 
     def to_keys(self) -> dict[str, str]:
@@ -107,7 +157,10 @@ class TableMetadata:
         missing = [name for name in ("num_kept", "num_tokens", "num_supervised") if KEY_PREFIX + name not in keys]
         if missing:
             raise ValueError(f"metadata lacks {', '.join(KEY_PREFIX + name for name in missing)}")
-        return cls(**{f.name: json.loads(keys[name]) for f in fields(cls) if (name := KEY_PREFIX + f.name) in keys})
+        values = {f.name: json.loads(keys[name]) for f in fields(cls) if (name := KEY_PREFIX + f.name) in keys}
+        if isinstance(values.get("ignore"), list):
+            values["ignore"] = tuple(values["ignore"])
+        return cls(**values)
 
 
 class TableWriter:
@@ -136,10 +189,10 @@ class TableWriter:
             SCHEMA,
             compression="zstd",
             version="2.6",
-            use_dictionary=["source", "tags.list.element"],
+            use_dictionary=["source", "tags.list.element", "split", "language"],
             # The high bytes of token ids are nearly all zero: split by byte, zstd leaves a fifth less.
             use_byte_stream_split=["token_ids.list.element"],
-            write_statistics=["num_tokens", "source"],
+            write_statistics=["num_tokens", "source", "split"],
             write_page_checksum=True,
         )
 
@@ -205,7 +258,7 @@ class TableWriter:
         if self._parquet is None:
             raise ValueError("the rows are sealed")
         with _disk_errors(self.path):
-            self._parquet.write_batch(_batch_of(self._samples), row_group_size=len(self._samples))
+            self._parquet.write_batch(batch_of(self._samples), row_group_size=len(self._samples))
         self._samples = []
         self._pending_tokens = 0
 
@@ -287,6 +340,8 @@ def samples_of(batch: pa.RecordBatch) -> Iterator[Sample]:
     conversation_ids = batch.column("conversation_id").to_pylist()
     sources = batch.column("source").to_pylist()
     tags = batch.column("tags").to_pylist()
+    splits = batch.column("split").to_pylist()
+    languages = batch.column("language").to_pylist()
     token_ids = _ragged(batch.column("token_ids"))
     loss_spans = _ragged(batch.column("loss_spans"))
     for i, (tokens, spans) in enumerate(zip(token_ids, loss_spans, strict=True)):
@@ -298,6 +353,8 @@ def samples_of(batch: pa.RecordBatch) -> Iterator[Sample]:
             conversation_id=conversation_ids[i],
             source=sources[i],
             tags=tuple(tags[i]),
+            split=splits[i],
+            language=languages[i],
         )
 
 
@@ -313,7 +370,9 @@ def unflatten_spans(edges: npt.NDArray[np.int32]) -> tuple[Span, ...]:
 
 
 def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_spans(spans: tuple[Span, ...], num_tokens: int) -> None:
@@ -331,7 +390,8 @@ def _lists(values: npt.NDArray[np.int32], lengths: Sequence[int], name: str) -> 
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=SCHEMA.field(name).type)
 
 
-def _batch_of(samples: Sequence[Sample]) -> pa.RecordBatch:
+def batch_of(samples: Sequence[Sample]) -> pa.RecordBatch:
+    """Inverse of `samples_of`; at least one sample."""
     lengths = [sample.num_tokens for sample in samples]
     edges = [flatten_spans(sample.loss_spans) for sample in samples]
     flat_edges = np.array([edge for row in edges for edge in row], dtype=np.int32)
@@ -344,6 +404,8 @@ def _batch_of(samples: Sequence[Sample]) -> pa.RecordBatch:
             pa.array([sample.conversation_id for sample in samples], pa.string()),
             pa.array([sample.source for sample in samples], pa.string()).dictionary_encode(),
             pa.array([list(sample.tags) for sample in samples], SCHEMA.field("tags").type),
+            pa.array([sample.split for sample in samples], pa.string()).dictionary_encode(),
+            pa.array([sample.language for sample in samples], pa.string()).dictionary_encode(),
         ],
         schema=SCHEMA,
     )
@@ -364,13 +426,30 @@ def _stream(path: Path, columns: Sequence[str] | None) -> Iterator[pa.RecordBatc
     try:
         # No read-ahead over row groups: pre-buffering holds every column chunk that it has read.
         with pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
-            yield from file.iter_batches(
+            stored = [name for name in columns or SCHEMA.names if name in file.schema_arrow.names]
+            for batch in file.iter_batches(
                 batch_size=BATCH_ROWS if wide else NARROW_BATCH_ROWS,
-                columns=None if columns is None else list(columns),
+                # Without any column a batch would not know how many rows it has.
+                columns=stored or ["num_tokens"],
                 use_threads=False,
-            )
+            ):
+                yield _completed(batch, columns or SCHEMA.names)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: damaged: {_one_line(error)}; run 'eyas prepare' again") from None
+
+
+def _completed(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
+    """The batch with the columns asked for, those that came later filled in."""
+    if batch.schema.names == list(names):
+        return batch
+    columns = []
+    for name in names:
+        if name in batch.schema.names:
+            columns.append(batch.column(name))
+        else:
+            zeros = pa.array(np.zeros(batch.num_rows, dtype=np.int32))
+            columns.append(pa.DictionaryArray.from_arrays(zeros, pa.array([LATER_COLUMNS[name]], pa.string())))
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema([SCHEMA.field(name) for name in names]))
 
 
 def _metadata_of(path: Path, file: pq.ParquetFile) -> TableMetadata:
@@ -394,9 +473,10 @@ def _metadata_of(path: Path, file: pq.ParquetFile) -> TableMetadata:
     except ValueError as error:
         raise DataError(f"{path}: damaged sample table: {error}") from None
     found = file.schema_arrow.remove_metadata()
-    if not found.equals(SCHEMA):
+    expected = SCHEMA_1 if version == 1 else SCHEMA
+    if not found.equals(expected):
         differing = [
-            name for name in SCHEMA.names if name not in found.names or found.field(name) != SCHEMA.field(name)
+            name for name in expected.names if name not in found.names or found.field(name) != expected.field(name)
         ]
         what = ", ".join(differing) if differing else "further columns"
         raise DataError(f"{path}: not the columns of a sample table (differs in: {what}); run 'eyas prepare' again")

@@ -1,22 +1,26 @@
 """Loss masks from the target's own chat template: which tokens of a conversation did the target write?
 
-A conversation is rendered once, as a whole, and tokenised once, as serving engines do it: without the special tokens
-that the tokeniser would add, because the template writes its own. Messages after the last assistant turn are left
-away first, tokens after the last supervised one are cut. Then, by template:
+A conversation is rendered and tokenised as serving engines do it: without the special tokens that the tokeniser would
+add, because the template writes its own. Messages after the last assistant turn are left away first, tokens after the
+last supervised one are cut.
 
-**With `{% generation %}`** the template says which tokens are the assistant's.
+**Which renderings.** The rendering of the messages up to an assistant turn shows an earlier turn *exactly* when it
+begins with the prompt that asked for that turn (the messages before it, generation prompt included) and with the
+rendering up to that turn. Where the template is prefix-stable, the rendering up to the last turn shows all turns
+exactly: one sample with several supervised spans. Templates that rewrite history (thoughts shown in the last turn only,
+another end of turn, say) do not; then the turns that the longest rendering does not show exactly get further
+renderings, each ending with the last turn that is still missing. So each turn is supervised once, in the longest
+rendering that shows it exactly. A turn whose own rendering does not begin with its prompt (the prompt opens a thought
+that the template then leaves out) is *composed*: prompt, the turn's thoughts and words, what the template puts
+behind an answer. Where the row does not have the thoughts, the turn is context only, and counted.
 
-**Without**, by prefix rendering. Turn `i` begins where the rendering of the messages before it ends, generation prompt
-included, and lies inside the rendering of the messages up to it. Both must be prefixes of the whole rendering; only
-then do the tokens stand there as the target saw and wrote them. The target's own words end with the token by which it
-stops. Where that is, a probe tells: what the template appends to an answer (`<|im_end|>` and a line feed, say) is known
-text, and in it the first stop token of the target (`eos_token_id` of tokeniser, config and generation config), else
-the first special token, is still the target's; what follows is the template's. When the template appends no such token
-the turn ends with the last token of its content. When an answer does not end as the probe did (a tool call, say), the
-last stop token of the turn is its end; without one, the turn is context only.
-
-**Templates that rewrite history** (a think block shown only in the last turn, say): turns that do not stand in the
-whole rendering as they were written are context only. If none remains, the row is dropped.
+**Which tokens.** With `{% generation %}` the template says which tokens are the assistant's. Without, turn `i` begins
+behind its prompt. The target's own words end with the token by which it stops. Where that is, a probe tells: what the
+template appends to an answer (`<|im_end|>` and a line feed, say) is known text, and in it the first stop token of the
+target (`eos_token_id` of tokeniser, config and generation config), else the first special token, is still the
+target's; what follows is the template's. When the template appends no such token the turn ends with the last token of
+its content. When an answer does not end as the probe did (a tool call, say), the last stop token of the turn is its
+end; without one, the turn is context only. `rules.Rules` take further tokens away.
 
 **Tokens across a boundary.** A token with characters from both sides of a turn's start belongs to the prompt, since
 the target never wrote it; one across the end of the content belongs to the template. Each such boundary is counted, as
@@ -28,42 +32,32 @@ a turn whose boundary falls inside a token is context only there. Letters: `T` t
 
 from __future__ import annotations
 
+import datetime
 import json
-import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import numpy.typing as npt
 
 from eyas.config import TargetConfig
+from eyas.data.render import DEFAULT_DATE, TEMPLATE_ERRORS, Renderer, Tokenizer, template_text, with_objects
+from eyas.data.rules import EMPTY_THOUGHT, Rules, opens_thought, thoughts
 from eyas.data.sources import GivenTokens, Messages, PlainText, Reason, Row
+from eyas.data.spans import Cut, FastTokens, SlowTokens, Tokens, View, decoded_view, decoder_of
 from eyas.errors import ConfigError, DataError
-from eyas.records import Span, TokenIds, canonical_json, digest_bytes, spans_of
+from eyas.records import Span, TokenIds, digest_bytes, spans_of
 
-Tokenizer = Any
-"""A transformers tokeniser; importing its class would cost every command seconds."""
-
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "eyasprobe"
 """An answer that no template has reason to change."""
 MAX_CACHED_TAILS = 4096
 MAX_TAIL_CHARS = 256
-
-# A template is a program from outside: these are what it raises on purpose and by oversight.
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    RecursionError,
-)
+MAX_KEPT_CHARS = 16 << 20
+"""Renderings of one conversation that are remembered; beyond it they are made again."""
 
 _TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -76,6 +70,15 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "tokenization_*.py",
 )
+_TEMPLATE_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
 
 
 class MaskMethod(StrEnum):
@@ -87,10 +90,8 @@ class MaskMethod(StrEnum):
     """Plain text: every token but a leading BOS."""
     GENERATION_TAGS = "generation_tags"
     PREFIX_RENDER = "prefix_render"
-    EXACT_TURNS_ONLY = "exact_turns_only"
-    """Several, but not all assistant turns: the others are shown otherwise than they were written."""
-    LAST_TURN_ONLY = "last_turn_only"
-    """As before, and only the last one is left."""
+    COMPOSED = "composed"
+    """Prompt and the turn's own words, because no rendering shows its thoughts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,10 @@ class Masked:
     token_ids: TokenIds
     loss_spans: tuple[Span, ...]
     method: MaskMethod
+    turn_ends: tuple[int, ...] = ()
+    """Where the supervised turns end, ascending."""
     num_straddling: int = 0
     """Boundaries of turns that are none of the tokenisation."""
-    num_turns_left_out: int = 0
-    """Assistant turns that are context only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,130 +115,214 @@ class Refused:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedRow:
+    """What became of a row: a sample, and further ones where the template rewrites history, the longest first."""
+
+    samples: tuple[Masked | Refused, ...]
+    """At least one."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What is to be told about it, by the names of `table.TableMetadata`."""
+
+
 class Masker:
     """Turns rows into token ids and loss masks, for one target."""
 
-    def __init__(self, tokenizer: Tokenizer, directory: Path) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        directory: Path,
+        *,
+        rules: Rules = Rules(),  # noqa: B008 - frozen
+        options: Mapping[str, Any] | None = None,
+        date: datetime.date = DEFAULT_DATE,
+    ) -> None:
         """`directory` is the target's; its `config.json` and `generation_config.json` are read if they are there."""
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json")
         self.directory = directory
         self._tokenizer = tokenizer
-        self._template_text = template_text(tokenizer)
+        self._rules = rules
+        self._renderer = Renderer(tokenizer, options, date)
+        self._has_template = bool(template_text(tokenizer))
         self._vocab_size = _vocab_size(config) or len(tokenizer)
         self._stop_ids = _eos_ids(tokenizer.eos_token_id, generation.get("eos_token_id"), config.get("eos_token_id"))
         added = tokenizer.added_tokens_decoder
         self._added_ids = np.array(sorted({*added, *tokenizer.all_special_ids}), dtype=np.int32)
         special = {token for token, entry in added.items() if entry.special} | set(tokenizer.all_special_ids)
-        self._special_ids = special - {tokenizer.unk_token_id}
-        self._suffix = self._probe_suffix() if self._template_text else None
+        self.special_ids = special - {tokenizer.unk_token_id}
+        self._suffix = self._probe_suffix() if self._has_template else None
         self._tails: dict[str, list[int]] = {}
+        self.decode = decoder_of(tokenizer)
 
-    def mask(self, rows: Sequence[Row]) -> list[Masked | Refused]:
+    @property
+    def uses_date(self) -> bool:
+        """Whether the template asks for today's date."""
+        return self._renderer.uses_date
+
+    def mask(self, rows: Sequence[Row]) -> list[MaskedRow]:
         """One result per row, in order. The rows are tokenised together: hand over some megabytes of text at most.
 
         DataError when a row is a conversation and the target has no chat template.
         """
-        results: dict[int, Masked | Refused] = {}
+        results: dict[int, MaskedRow] = {}
         plans: dict[int, _Plan] = {}
         for number, row in enumerate(rows):
+            counts: Counter[str] = Counter()
             match row.content:
                 case GivenTokens():
-                    results[number] = self._given(row.content)
+                    results[number] = MaskedRow((self._given(row.content, counts),), counts)
                 case PlainText():
-                    results[number] = self._text(row.content)
+                    results[number] = MaskedRow((self._text(row.content, counts),), counts)
                 case Messages():
-                    if not self._template_text:
+                    if not self._has_template:
                         raise DataError(
                             f"{row.where}: {self.directory} has no chat template, so conversations cannot become "
                             "samples; put the target's chat_template.jinja there, or use rows with 'text' or with "
                             "'input_ids' and 'loss_mask'"
                         )
-                    try:
-                        plan = self._tagged(row.content) if self._has_tags(row.content) else self._plan(row.content)
-                    except TEMPLATE_ERRORS as error:
-                        plan = Refused(Reason.TEMPLATE_ERROR, f"{type(error).__name__}: {error}")
-                    if isinstance(plan, _Plan):
-                        plans[number] = plan
+                    plan = self._plan(row.content)
+                    if isinstance(plan, Refused):
+                        results[number] = MaskedRow((plan,))
                     else:
-                        results[number] = plan
-        for (number, plan), tokens in zip(plans.items(), self._tokens([p.text for p in plans.values()]), strict=True):
-            results[number] = self._by_prefix(plan, tokens)
+                        plans[number] = plan
+        tokens = self._tokens([shown.text for plan in plans.values() for shown in plan.renderings])
+        for number, plan in plans.items():
+            samples = tuple(self._by_turns(shown, next(tokens), plan.counts) for shown in plan.renderings)
+            results[number] = MaskedRow(samples, plan.counts)
         return [results[number] for number in range(len(rows))]
 
-    def _given(self, content: GivenTokens) -> Masked | Refused:
+    def _given(self, content: GivenTokens, counts: Counter[str]) -> Masked | Refused:
         largest = int(content.token_ids.max())
         if largest >= self._vocab_size:
             return Refused(Reason.TOKEN_OUT_OF_VOCABULARY, f"token id {largest}, vocabulary of {self._vocab_size}")
-        return _finish(content.token_ids, content.loss_mask, MaskMethod.GIVEN)
+        mask = content.loss_mask.copy()
+        turns = spans_of(mask)
+        if self._rules.last_turn_only and turns:
+            counts["num_turns_skipped"] += len(turns) - 1
+            mask[: turns[-1][0]] = False
+            turns = turns[-1:]
+        view = decoded_view(content.token_ids, self.decode) if self._rules.need_text else None
+        return self._finish(content.token_ids, mask, turns, MaskMethod.GIVEN, view, counts)
 
-    def _text(self, content: PlainText) -> Masked | Refused:
+    def _text(self, content: PlainText, counts: Counter[str]) -> Masked | Refused:
         bos, bos_id = self._tokenizer.bos_token, self._tokenizer.bos_token_id
         has_bos = bool(bos) and content.text.startswith(bos)
         ids = np.array(self._encode(content.text, add_special_tokens=not has_bos), dtype=np.int32)
         mask = np.ones(len(ids), dtype=np.bool_)
         if len(ids) and bos_id is not None and ids[0] == bos_id:
             mask[0] = False
-        return self._checked(ids, mask, MaskMethod.TEXT)
-
-    def _has_tags(self, content: Messages) -> bool:
-        # A tokeniser may have several templates, one of them for conversations with tools. Tags need offsets.
-        template = self._tokenizer.get_chat_template(tools=list(content.tools) or None)
-        return bool(self._tokenizer.is_fast and GENERATION_TAG.search(template))
-
-    def _tagged(self, content: Messages) -> Masked | Refused:
-        messages, turns = _turns(content)
-        if not turns:
-            return Refused(Reason.NO_ASSISTANT_TURN, "the only assistant turn answers nothing")
-        out = self._tokenizer.apply_chat_template(
-            messages,
-            tools=list(content.tools) or None,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
-        ids = np.array(out["input_ids"], dtype=np.int32)
-        mask = np.array(out["assistant_masks"], dtype=np.bool_)
-        left_out = 0
-        if len(turns) > 1:
-            whole = self._render(messages, content)
-            left_out = sum(not whole.startswith(self._render(messages[: i + 1], content)) for i in turns[:-1])
-        if left_out:
-            # The tags do not tell which span is which turn's, but the last span is in the last turn.
-            last = spans_of(mask)[-1:]
-            mask[: last[0][0] if last else None] = False
-            left_out = len(turns) - 1
-        method = MaskMethod.LAST_TURN_ONLY if left_out else MaskMethod.GENERATION_TAGS
-        return self._checked(ids, mask, method, num_turns_left_out=left_out)
+        view = decoded_view(ids, self.decode) if self._rules.need_text else None
+        return self._checked(ids, mask, spans_of(mask), MaskMethod.TEXT, view, counts)
 
     def _plan(self, content: Messages) -> _Plan | Refused:
         messages, turns = _turns(content)
         if not turns:
             return Refused(Reason.NO_ASSISTANT_TURN, "the only assistant turn answers nothing")
-        whole = self._render(messages, content)
-        exact: list[tuple[int, int]] = []
-        for i in turns:
-            before = self._render(messages[:i], content, add_generation_prompt=True)
-            up_to = whole if i == turns[-1] else self._render(messages[: i + 1], content)
-            if len(before) < len(up_to) and whole.startswith(before) and whole.startswith(up_to):
-                exact.append((len(before), len(up_to)))
-        if not exact:
-            numbers = ", ".join(str(i + 1) for i in turns[:20])
+        objects = with_objects(messages)
+        try:
+            return self._plan_turns(_Renders(self._renderer, objects, content.tools), turns)
+        except TEMPLATE_ERRORS as error:
+            refusal = Refused(Reason.TEMPLATE_ERROR, f"{type(error).__name__}: {error}")
+        if objects != tuple(messages):
+            # Some templates write the arguments of calls as they are and need text.
+            try:
+                return self._plan_turns(_Renders(self._renderer, messages, content.tools), turns)
+            except TEMPLATE_ERRORS:
+                pass
+        return refusal
+
+    def _plan_turns(self, renders: _Renders, turns: list[int]) -> _Plan | Refused:
+        """The renderings that together show each turn once. Whatever the template says to the whole is raised."""
+        wanted = turns[-1:] if self._rules.last_turn_only else turns
+        counts: Counter[str] = Counter(num_turns_skipped=len(turns) - len(wanted))
+        renders.up_to(turns[-1])
+        tags = self._renderer.has_tags(renders.tools)
+        renderings: list[_Rendering] = []
+        missing = list(wanted)
+        left_out: list[int] = []
+        while missing:
+            last = missing[-1]
+            whole = renders.shows(last, last) and renders.up_to(last)
+            if whole:
+                shown = [i for i in missing if i == last or renders.shows(i, last)]
+                missing = [i for i in missing if i not in shown]
+                spans = [(len(renders.before(i)), len(renders.up_to(i))) for i in shown]
+                rendering = _Rendering(whole, spans, MaskMethod.PREFIX_RENDER)
+                if tags:
+                    marked = self._renderer.tagged(renders.messages[: last + 1], renders.tools)
+                    begins = [renders.begin(i, whole) for i in shown]
+                    rendering = _Rendering(whole, spans, MaskMethod.GENERATION_TAGS, marked, begins)
+                for i, span in zip(shown, spans, strict=True):
+                    _look_at(renders.messages[i], whole, span, counts)
+                renderings.append(rendering)
+                continue
+            missing.pop()
+            composed = self._compose(renders, last)
+            if composed is None:
+                left_out.append(last)
+            else:
+                counts["num_turns_composed"] += 1
+                renderings.append(composed)
+        if not renderings:
+            numbers = ", ".join(str(i + 1) for i in reversed(left_out[-20:]))
             return Refused(
                 Reason.TEMPLATE_REWRITES_HISTORY,
-                f"assistant message {numbers}: the prompt or the answer is not a prefix of the whole rendering",
+                f"assistant message {numbers}: no rendering shows the prompt and then the answer",
             )
-        ends_last = exact[-1][1] == len(whole)
-        return _Plan(whole, exact, num_turns=len(turns), ends_last=ends_last)
+        counts["num_turns_left_out"] += len(left_out)
+        counts["num_rewritten"] += len(renderings) + len(left_out) > 1
+        return _Plan(renderings, counts)
 
-    def _by_prefix(self, plan: _Plan, tokens: _Tokens) -> Masked | Refused:
+    def _compose(self, renders: _Renders, turn: int) -> _Rendering | None:
+        """Prompt and answer put together, where the prompt opens a thought and the row has it."""
+        try:
+            before = renders.before(turn)
+        except TEMPLATE_ERRORS:
+            return None
+        markers, message = opens_thought(before), renders.messages[turn]
+        if markers is None or self._suffix is None or message.get("tool_calls"):
+            return None
+        opening, closing = markers
+        content, thought = message["content"], _thought_of(message)
+        if closing in content:
+            written = content
+            if content.lstrip().startswith(opening):
+                written = content.lstrip().removeprefix(opening)
+                # What stands behind the marker in the prompt is not written again.
+                written = written.removeprefix(before[before.rindex(opening) + len(opening) :])
+        elif thought:
+            feed = "\n"
+            written = f"{thought.strip(feed)}\n{closing}\n\n{content.lstrip(feed)}"
+        else:
+            return None
+        text = before + written + self._suffix
+        return _Rendering(text, [(len(before), len(text))], MaskMethod.COMPOSED)
+
+    def _by_turns(self, shown: _Rendering, tokens: Tokens, counts: Counter[str]) -> Masked | Refused:
+        view = tokens.view() if self._rules.need_text else None
         mask = np.zeros(len(tokens.ids), dtype=np.bool_)
+        turns: list[Span] = []
+        if shown.marked is not None:
+            ids, marked = shown.marked
+            assert ids == tokens.ids.tolist(), "one text, one tokenisation"
+            if marked.all():
+                return Refused(
+                    Reason.ALL_SUPERVISED, "the template marks every token as the assistant's, prompt included"
+                )
+            edges = tokens.view()
+            for begin_char, (_, end_char) in zip(shown.begins, shown.turns, strict=True):
+                first, last = edges.touched(begin_char, end_char)
+                mask[first:last] |= marked[first:last]
+                inside = first + np.flatnonzero(marked[first:last])
+                if len(inside):
+                    turns.append((int(inside[0]), int(inside[-1]) + 1))
+            return self._checked(tokens.ids, mask, turns, shown.method, view, counts)
         straddling = 0
-        supervised: list[int] = []
         endless = 0
-        for number, (start_char, end_char) in enumerate(plan.exact):
+        for start_char, end_char in shown.turns:
             begin = tokens.cut(start_char)
-            end, end_straddles = self._turn_end(plan.text, tokens, begin, tokens.cut(end_char), end_char)
+            end, end_straddles = self._turn_end(shown.text, tokens, begin, tokens.cut(end_char), end_char)
             if begin is None or end is None:
                 endless += 1
                 continue
@@ -245,18 +330,14 @@ class Masker:
                 continue
             straddling += (not begin.clean) + end_straddles
             mask[begin.after : end] = True
-            supervised.append(number)
-        if not supervised and endless:
+            turns.append((begin.after, end))
+        if not turns and endless:
             return Refused(Reason.NO_TURN_END, "no stop token after the answer, or a boundary inside a token")
-        left_out = plan.num_turns - len(supervised)
-        method = MaskMethod.PREFIX_RENDER
-        if left_out:
-            only_last = supervised == [len(plan.exact) - 1] and plan.ends_last
-            method = MaskMethod.LAST_TURN_ONLY if only_last else MaskMethod.EXACT_TURNS_ONLY
-        return self._checked(tokens.ids, mask, method, num_straddling=straddling, num_turns_left_out=left_out)
+        counts["num_turns_left_out"] += len(shown.turns) - len(turns)
+        return self._checked(tokens.ids, mask, turns, shown.method, view, counts, num_straddling=straddling)
 
     def _turn_end(
-        self, text: str, tokens: _Tokens, begin: _Cut | None, close: _Cut | None, end_char: int
+        self, text: str, tokens: Tokens, begin: Cut | None, close: Cut | None, end_char: int
     ) -> tuple[int | None, int]:
         """The token index at which the target's own words end (None: unknown), and 1 if that is inside a token."""
         if begin is None or close is None:
@@ -269,7 +350,7 @@ class Masker:
         if content is None:
             return None, 0
         appended = tokens.ids[content.after : close.before].tolist()
-        for wanted in (self._stop_ids, self._special_ids):
+        for wanted in (self._stop_ids, self.special_ids):
             found = next((i for i, token in enumerate(appended) if token in wanted), None)
             if found is not None:
                 return content.after + found + 1, 0
@@ -279,34 +360,49 @@ class Masker:
         self,
         ids: TokenIds,
         mask: npt.NDArray[np.bool_],
+        turns: Sequence[Span],
         method: MaskMethod,
+        view: View | None,
+        counts: Counter[str],
         *,
         num_straddling: int = 0,
-        num_turns_left_out: int = 0,
     ) -> Masked | Refused:
         bos = self._tokenizer.bos_token_id
         if bos is not None and len(ids) > 1 and ids[0] == bos and ids[1] == bos:
             return Refused(Reason.DOUBLE_BOS, f"the first two tokens are both {self._tokenizer.bos_token}")
         if method is not MaskMethod.TEXT and mask.all():
             return Refused(Reason.ALL_SUPERVISED, "the template marks every token as the assistant's, prompt included")
-        return _finish(ids, mask, method, num_straddling=num_straddling, num_turns_left_out=num_turns_left_out)
+        return self._finish(ids, mask, turns, method, view, counts, num_straddling=num_straddling)
 
-    def _render(
-        self, messages: Sequence[dict[str, Any]], content: Messages, *, add_generation_prompt: bool = False
-    ) -> str:
-        rendered = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(content.tools) or None,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-        )
-        assert isinstance(rendered, str)
-        return rendered
+    def _finish(
+        self,
+        ids: TokenIds,
+        mask: npt.NDArray[np.bool_],
+        turns: Sequence[Span],
+        method: MaskMethod,
+        view: View | None,
+        counts: Counter[str],
+        *,
+        num_straddling: int = 0,
+    ) -> Masked | Refused:
+        why = ""
+        if view is not None:
+            taken = self._rules.apply(mask, turns, view)
+            counts["num_reasoning_tokens"] += taken[0]
+            counts["num_ignored_tokens"] += taken[1]
+            if any(taken):
+                why = f"; data.reasoning and data.ignore took {sum(taken):,}"
+        spans = spans_of(mask)
+        if not spans:
+            return Refused(Reason.NO_SUPERVISED_TOKEN, f"{len(ids)} tokens, none of them the target's ({method}){why}")
+        length = spans[-1][1]
+        ends = tuple(min(end, length) for start, end in turns if mask[start:end].any())
+        return Masked(ids[:length].copy(), spans, method, ends, num_straddling)
 
     def _probe_suffix(self) -> str | None:
         question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}
         try:
-            rendered = self._render([question, answer], Messages((question, answer)))
+            rendered = self._renderer.text([question, answer], ())
         except TEMPLATE_ERRORS:
             return None
         _, found, suffix = rendered.rpartition(PROBE)
@@ -325,12 +421,12 @@ class Masker:
             self._tails[text] = ids
         return ids
 
-    def _tokens(self, texts: Sequence[str]) -> Iterator[_Tokens]:
+    def _tokens(self, texts: Sequence[str]) -> Iterator[Tokens]:
         if not texts:
             return
         if not self._tokenizer.is_fast:
             for text in texts:
-                yield _SlowTokens(text, self)
+                yield SlowTokens(text, self._encode, self.decode)
             return
         out = self._tokenizer(
             list(texts),
@@ -341,87 +437,113 @@ class Masker:
             verbose=False,
         )
         for text, ids, offsets in zip(texts, out["input_ids"], out["offset_mapping"], strict=True):
-            yield _FastTokens(text, ids, offsets, self)
+            yield FastTokens(text, ids, offsets, self._added_ids, self._encode_tail)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """A text and the assistant turns that stand in it exactly, as `[start, end)` in characters."""
+
+    text: str
+    turns: list[tuple[int, int]]
+    method: MaskMethod
+    marked: tuple[list[int], npt.NDArray[np.bool_]] | None = None
+    """Token ids and the template's own mask, where it has tags."""
+    begins: list[int] = field(default_factory=list)
+    """Where each turn's message begins, its header included."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A whole rendering and the assistant turns that stand in it exactly, as `[start, end)` in characters."""
+    """The renderings that a conversation becomes, the longest first."""
 
-    text: str
-    exact: list[tuple[int, int]]
-    num_turns: int
-    ends_last: bool
-    """Whether the last exact turn is the last turn."""
+    renderings: list[_Rendering]
+    counts: Counter[str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A character boundary in tokens: `before` are wholly before it, from `after` on all are wholly behind it."""
+class _Renders:
+    """Renderings of the beginnings of one conversation, remembered as far as that is cheap."""
 
-    before: int
-    after: int
-    clean: bool
-    """No token across it, and the text before it alone has the same tokens."""
+    def __init__(self, renderer: Renderer, messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> None:
+        self.messages = messages
+        self.tools = tools
+        self._renderer = renderer
+        self._kept: dict[tuple[int, bool], str] = {}
+        self._kept_chars = 0
 
+    def before(self, turn: int) -> str:
+        """The prompt that asks for the turn."""
+        return self._text(turn, True)
 
-class _FastTokens:
-    """Tokens of one text, with boundaries found by offsets."""
+    def up_to(self, turn: int) -> str:
+        """The messages up to the turn, itself included."""
+        return self._text(turn + 1, False)
 
-    def __init__(self, text: str, ids: list[int], offsets: list[tuple[int, int]], masker: Masker) -> None:
-        self.ids: TokenIds = np.array(ids, dtype=np.int32)
-        self._text = text
-        self._masker = masker
-        edges = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-        self._ends = np.maximum.accumulate(edges[:, 1]) if len(edges) else edges[:, 1]
-        # Some tokenisers trim the space off a token's offsets: what lies between two tokens is the second one's.
-        self._starts = np.minimum(edges[:, 0], np.concatenate(([0], self._ends[:-1]))) if len(edges) else edges[:, 0]
-        self._added = np.flatnonzero(np.isin(self.ids, masker._added_ids))
+    def begin(self, turn: int, whole: str) -> int:
+        """Where the turn's message begins in `whole`, which shows it exactly: if possible, before its header."""
+        try:
+            without_prompt = self._text(turn, False)
+        except TEMPLATE_ERRORS:
+            return len(self.before(turn))
+        return len(without_prompt) if whole.startswith(without_prompt) else len(self.before(turn))
 
-    def cut(self, chars: int) -> _Cut | None:
-        before = int(np.searchsorted(self._ends, chars, side="right"))
-        after = int(np.searchsorted(self._starts, chars, side="left"))
-        if after > before:
-            return _Cut(before, after, clean=False)
-        # Added tokens split the text for good: one behind the boundary keeps both sides apart, and before the boundary
-        # only what follows the last of them can come out otherwise alone.
-        following = int(np.searchsorted(self._added, before))
-        if before == len(self.ids) or (following < len(self._added) and self._added[following] == before):
-            return _Cut(before, before, clean=True)
-        nearest = following - 1
-        first = int(self._added[nearest]) if nearest >= 0 else 0
-        tail = self._text[int(self._starts[first]) if nearest >= 0 else 0 : chars]
-        return _Cut(before, before, clean=self._masker._encode_tail(tail) == self.ids[first:before].tolist())
+    def shows(self, turn: int, last: int) -> bool:
+        """Whether the rendering up to `last` shows the turn as it was asked for and written."""
+        try:
+            before, up_to = self.before(turn), self.up_to(turn)
+            whole = self.up_to(last)
+        except TEMPLATE_ERRORS:
+            return False
+        return len(before) < len(up_to) and whole.startswith(before) and whole.startswith(up_to)
 
-
-class _SlowTokens:
-    """Tokens of one text, with boundaries found by tokenising each prefix."""
-
-    def __init__(self, text: str, masker: Masker) -> None:
-        self.ids: TokenIds = np.array(masker._encode(text), dtype=np.int32)
-        self._text = text
-        self._masker = masker
-
-    def cut(self, chars: int) -> _Cut | None:
-        prefix = self._masker._encode(self._text[:chars])
-        if self.ids[: len(prefix)].tolist() != prefix:
-            return None
-        return _Cut(len(prefix), len(prefix), clean=True)
+    def _text(self, num_messages: int, prompt: bool) -> str:
+        key = num_messages, prompt
+        if (known := self._kept.get(key)) is not None:
+            return known
+        text = self._renderer.text(self.messages[:num_messages], self.tools, add_generation_prompt=prompt)
+        if self._kept_chars + len(text) <= MAX_KEPT_CHARS:
+            self._kept[key] = text
+            self._kept_chars += len(text)
+        return text
 
 
-_Tokens = _FastTokens | _SlowTokens
+def _look_at(message: Mapping[str, Any], whole: str, span: tuple[int, int], counts: Counter[str]) -> None:
+    """Count a turn that the template shows exactly, but not in the words of the row."""
+    start, end = span
+    # Thoughts may begin in the prompt.
+    around = whole[max(0, start - 64) : end]
+    content = message["content"]
+    if content not in around:
+        counts["num_turns_changed"] += 1
+    if _thought_of(message) or next(thoughts(content), None):
+        return
+    empty = EMPTY_THOUGHT.search(around)
+    if empty is not None and empty.end() > min(start, 64):
+        counts["num_turns_without_thought"] += 1
 
 
-def load_tokenizer(target: TargetConfig) -> Tokenizer:
-    """The target's tokeniser; ConfigError when no directory is named, DataError when it holds none that can be read."""
+def _thought_of(message: Mapping[str, Any]) -> str:
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        if isinstance(message.get(key), str) and message[key].strip():
+            return str(message[key])
+    return ""
+
+
+def check_target(target: TargetConfig) -> Path:
+    """The target's directory; ConfigError when none is named, DataError when it has no tokeniser."""
     if target.path is None:
         raise ConfigError("target.path is not set; name the directory of the target model")
     if not target.path.is_dir():
         raise ConfigError(f"target.path: {target.path} is not a directory")
-    files = tokenizer_files(target.path)
-    if not files:
+    if not tokenizer_files(target.path):
         raise DataError(f"{target.path}: no tokenizer.json or other tokeniser file")
-    for file in files:
+    return target.path
+
+
+def load_tokenizer(target: TargetConfig) -> Tokenizer:
+    """The target's tokeniser; ConfigError when no directory is named, DataError when it holds none that can be read."""
+    directory = check_target(target)
+    for file in tokenizer_files(directory):
         # The tokeniser's own parser raises a bare Exception on broken JSON.
         if file.suffix == ".json":
             try:
@@ -456,12 +578,15 @@ def tokenizer_digest(directory: Path) -> str:
     return digest_bytes(*(part for file in files for part in (file.name.encode() + b"\0", file.read_bytes())))
 
 
-def template_text(tokenizer: Tokenizer) -> str:
-    """The chat template as text (several named ones as canonical JSON); empty when there is none."""
-    template = tokenizer.chat_template
-    if not template:
-        return ""
-    return template if isinstance(template, str) else canonical_json(template).decode()
+def target_digest(directory: Path) -> str:
+    """xxh3-128 over all files of the target that decide what a row becomes; found without loading any of them."""
+    others = {file for pattern in _TEMPLATE_FILES for file in directory.glob(pattern) if file.is_file()}
+    parts = (part for file in sorted(others) for part in (str(file.relative_to(directory)), _digest_of(file)))
+    return digest_bytes(*(part.encode() + b"\0" for part in (tokenizer_digest(directory), *parts)))
+
+
+def _digest_of(file: Path) -> str:
+    return digest_bytes(file.read_bytes())
 
 
 def template_digest(tokenizer: Tokenizer) -> str:
@@ -475,20 +600,6 @@ def _turns(content: Messages) -> tuple[list[dict[str, Any]], list[int]]:
     assistant = [i for i, message in enumerate(content.messages) if message["role"] == "assistant"]
     # What comes after the last answer cannot have moved it, but a template may render that answer otherwise then.
     return list(content.messages[: assistant[-1] + 1]), [i for i in assistant if i > 0]
-
-
-def _finish(
-    ids: TokenIds,
-    mask: npt.NDArray[np.bool_],
-    method: MaskMethod,
-    *,
-    num_straddling: int = 0,
-    num_turns_left_out: int = 0,
-) -> Masked | Refused:
-    spans = spans_of(mask)
-    if not spans:
-        return Refused(Reason.NO_SUPERVISED_TOKEN, f"{len(ids)} tokens, none of them the target's ({method})")
-    return Masked(ids[: spans[-1][1]].copy(), spans, method, num_straddling, num_turns_left_out)
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
