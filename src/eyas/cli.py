@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from eyas.capture.check import Head
     from eyas.config import Config
     from eyas.engine.base import Engine
+    from eyas.generate.inprocess import GenerateReceipt
+    from eyas.generate.receipt import RemoteReceipt
 
 app = typer.Typer(
     help="Trains EAGLE-3 drafters from a verified data set of the target's hidden states.",
@@ -39,6 +41,8 @@ app = typer.Typer(
 )
 target_app = typer.Typer(help="The target: the model whose hidden states are captured.", no_args_is_help=True)
 app.add_typer(target_app, name="target")
+data_app = typer.Typer(help="Conversations, before they become samples.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The run's configuration.")]
 Overrides = Annotated[
@@ -107,15 +111,34 @@ def target_digest(path: Annotated[Path, typer.Argument(metavar="DIR", help="A ta
     _print(files.target_digest(path))
 
 
-@app.command()
-def generate(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Let the target answer prompts; the token ids that it writes are kept."""
-    progress = _first_line("generate", run)
+@data_app.command("merge")
+def data_merge(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Make one file of conversations of several sources: one form, ids, no repetitions, mixed, benchmarks kept out."""
+    progress = _first_line("merge", run)
     tree = config.load(run, overrides or ())
     _stop_by_exception()
-    from eyas.generate.inprocess import generate as stage
+    from eyas.data.merge import merge as stage
 
-    receipt = stage(tree.generate, tree.target, tree.engine, progress)
+    receipt = stage(tree.merge, progress)
+    progress.close()
+    _result(receipt.to_json(), [*receipt.lines(), f"next: {receipt.next_command} {run}"], as_json=as_json)
+
+
+@app.command()
+def generate(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Let the target answer prompts, from servers or in this process; the token ids that it writes are kept."""
+    progress = _first_line("generate", run)
+    tree = config.load(run, overrides or ())
+    receipt: RemoteReceipt | GenerateReceipt
+    if tree.generate.endpoints:
+        from eyas.generate import remote
+
+        receipt = remote.generate(tree.generate, progress, _stop_by_event())
+    else:
+        _stop_by_exception()
+        from eyas.generate import inprocess
+
+        receipt = inprocess.generate(tree.generate, tree.target, tree.engine, progress)
     progress.close()
     _result(receipt.as_dict(), [*receipt.lines(), f"next: eyas prepare {run}"], as_json=as_json)
 
@@ -355,7 +378,13 @@ def verify(
 
 @app.command()
 def status(root: DataSetDir, as_json: AsJson = False) -> None:
-    """Say where a capture stands, from any shell, while it runs or after it was killed."""
+    """Say where a capture, or the answers in a file, stand: from any shell, while it runs or after it was killed."""
+    from eyas.generate import status as answers
+
+    if answers.is_answers(root):
+        about = answers.status(root)
+        _result(about.as_dict(), about.lines(), as_json=as_json)
+        return
     from eyas.capture.status import status as look
     from eyas.serve.status import server_status
     from eyas.store.layout import Layout

@@ -109,6 +109,7 @@ class GenerateConfig(Section):
     batch_size: int = Field(16, ge=1)
     """Prompts answered together in this process."""
     seed: int = 0
+    """Of answers that are drawn, temperature above 0. To servers it is told unless it is 0, since it slows some down."""
     endpoints: tuple[str, ...] = ()
     """Addresses of servers up to and with `/v1`; several share the work by what they finish."""
     model: str = ""
@@ -125,6 +126,10 @@ class GenerateConfig(Section):
     """Time for one answer, beside `timeout_s_per_1k_tokens`."""
     timeout_s_per_1k_tokens: float = Field(60.0, ge=0.0)
     """Of `max_new_tokens`."""
+    reconnect_s: float = Field(900.0, ge=0.0)
+    """How long the run waits for a server when all of them are gone."""
+    max_reject_burst: int = Field(20, ge=1)
+    """The run stops when so many conversations in a row are refused, or fail `max_attempts` times, and none succeeds."""
     keep_cut: bool = False
     """Keep answers that `max_new_tokens` cut; else they are rejects. For servers; in this process they are kept."""
     providers: tuple[str, ...] = ()
@@ -332,7 +337,7 @@ def _apply(tree: dict[str, Any], override: str) -> list[str]:
 
 
 def _holds_paths(annotation: Any) -> bool:
-    if annotation is Path:
+    if annotation in (Path, MergeSource):
         return True
     if typing.get_origin(annotation) in (tuple, typing.Union, types.UnionType):
         return any(_holds_paths(arg) for arg in typing.get_args(annotation))
@@ -348,8 +353,15 @@ def _resolve_paths(tree: dict[str, Any], base: Path, only: str | None = None) ->
             if name not in values or (only is not None and name != only) or not _holds_paths(field.annotation):
                 continue
             value = values[name]
+            is_list = typing.get_origin(field.annotation) is tuple
             if isinstance(value, str):
-                joined = (base / Path(value).expanduser()).resolve()
-                values[name] = [joined] if typing.get_origin(field.annotation) is tuple else joined
+                values[name] = [_resolved(value, base)] if is_list else _resolved(value, base)
             elif isinstance(value, list):
-                values[name] = [(base / Path(v).expanduser()).resolve() if isinstance(v, str) else v for v in value]
+                values[name] = [_resolved(v, base) for v in value]
+
+
+def _resolved(value: Any, base: Path) -> Any:
+    """A path made absolute, also the one inside a table; `-`, standard input, stays."""
+    if isinstance(value, dict) and "path" in value:
+        return {**value, "path": _resolved(value["path"], base)}
+    return (base / Path(value).expanduser()).resolve() if isinstance(value, str) and value != "-" else value

@@ -324,11 +324,12 @@ class _Lines:
 
     def sync(self) -> None:
         if self._dirty:
+            # Before the fsync: what another thread appends meanwhile waits for the next one.
+            self._dirty = False
             try:
                 os.fsync(self._fd)
             except OSError as error:
                 _raise(error, self._path, "being written")
-            self._dirty = False
 
     def close(self) -> None:
         if self._fd >= 0:
