@@ -140,8 +140,8 @@ def _about_template(table: TableMetadata) -> list[str]:
         )
     if table.num_turns_composed:
         lines.append(
-            f"{table.num_turns_composed:,} turns are put together of prompt, thoughts and answer: the template shows "
-            "their thoughts nowhere"
+            f"{table.num_turns_composed:,} turns are put together of their prompt and their own words: the template "
+            "has no rendering with both"
         )
     if table.num_turns_left_out:
         lines.append(

@@ -109,7 +109,7 @@ class TableMetadata:
     num_repeated_tokens: int = 0
     """Unsupervised tokens of the kept extra samples: the price of the rewriting."""
     num_turns_composed: int = 0
-    """Turns put together of prompt and own text, because the template shows their thoughts nowhere."""
+    """Turns put together of their prompt and their own words, because no rendering has both."""
     num_turns_changed: int = 0
     """Turns whose text the template changes (trims, say): it is supervised as the template shows it."""
     num_turns_without_thought: int = 0

@@ -10,9 +10,10 @@ rendering up to that turn. Where the template is prefix-stable, the rendering up
 exactly: one sample with several supervised spans. Templates that rewrite history (thoughts shown in the last turn only,
 another end of turn, say) do not; then the turns that the longest rendering does not show exactly get further
 renderings, each ending with the last turn that is still missing. So each turn is supervised once, in the longest
-rendering that shows it exactly. A turn whose own rendering does not begin with its prompt (the prompt opens a thought
-that the template then leaves out) is *composed*: prompt, the turn's thoughts and words, what the template puts
-behind an answer. Where the row does not have the thoughts, the turn is context only, and counted.
+rendering that shows it exactly. A turn whose own rendering does not begin with its prompt is *composed*: where the
+template rewrites what stands before the turn, of the prompt and the turn as it is rendered; where the prompt opens a
+thought that the template then leaves out, of the prompt, the thought and words of the row, and what the template puts
+behind an answer. Where the row does not have the thought, the turn is context only, and counted.
 
 **Which tokens.** With `{% generation %}` the template says which tokens are the assistant's. Without, turn `i` begins
 behind its prompt. The target's own words end with the token by which it stops. Where that is, a probe tells: what the
@@ -54,6 +55,8 @@ from eyas.records import Span, TokenIds, digest_bytes, spans_of
 
 PROBE = "eyasprobe"
 """An answer that no template has reason to change."""
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Where messages carry thoughts apart from the answer."""
 MAX_CACHED_TAILS = 4096
 MAX_TAIL_CHARS = 256
 MAX_KEPT_CHARS = 16 << 20
@@ -91,7 +94,7 @@ class MaskMethod(StrEnum):
     GENERATION_TAGS = "generation_tags"
     PREFIX_RENDER = "prefix_render"
     COMPOSED = "composed"
-    """Prompt and the turn's own words, because no rendering shows its thoughts."""
+    """Prompt and the turn's own words, because no rendering has both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,11 +278,15 @@ class Masker:
         return _Plan(renderings, counts)
 
     def _compose(self, renders: _Renders, turn: int) -> _Rendering | None:
-        """Prompt and answer put together, where the prompt opens a thought and the row has it."""
+        """Prompt and answer put together, where it can be told how the answer was written."""
         try:
             before = renders.before(turn)
+            written = renders.written(turn)
         except TEMPLATE_ERRORS:
             return None
+        if written:
+            text = before + written
+            return _Rendering(text, [(len(before), len(text))], MaskMethod.COMPOSED)
         markers, message = opens_thought(before), renders.messages[turn]
         if markers is None or self._suffix is None or message.get("tool_calls"):
             return None
@@ -487,6 +494,19 @@ class _Renders:
             return len(self.before(turn))
         return len(without_prompt) if whole.startswith(without_prompt) else len(self.before(turn))
 
+    def written(self, turn: int) -> str:
+        """What follows the generation prompt where the turn is rendered last; empty where that cannot be told."""
+        without_prompt, before, up_to = self._text(turn, False), self.before(turn), self.up_to(turn)
+        header = before.removeprefix(without_prompt)
+        if not before.startswith(without_prompt) or not header:
+            return ""
+        # The same messages with another answer: what both renderings begin with is not the answer's.
+        message = self.messages[turn]
+        other = message | {key: f"{PROBE} {len(up_to)}" for key in ("content", *THOUGHT_KEYS) if message.get(key)}
+        probe = self._renderer.text([*self.messages[:turn], other], self.tools)
+        place = up_to.rfind(header, 0, _num_common(up_to, probe))
+        return up_to[place + len(header) :] if place >= 0 else ""
+
     def shows(self, turn: int, last: int) -> bool:
         """Whether the rendering up to `last` shows the turn as it was asked for and written."""
         try:
@@ -522,8 +542,20 @@ def _look_at(message: Mapping[str, Any], whole: str, span: tuple[int, int], coun
         counts["num_turns_without_thought"] += 1
 
 
+def _num_common(a: str, b: str) -> int:
+    """How many characters two texts begin with alike."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def _thought_of(message: Mapping[str, Any]) -> str:
-    for key in ("reasoning_content", "reasoning", "thinking"):
+    for key in THOUGHT_KEYS:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key])
     return ""
