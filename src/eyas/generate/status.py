@@ -57,8 +57,8 @@ class AnswersStatus:
         if self.alive:
             eta = human_time(self.eta_s) if self.eta_s is not None else "?"
             lines.append(
-                f"  speed          {self.requests_per_s:,.1f} requests/s · {self.tokens_per_s:,.0f} tokens/s · ETA {eta} "
-                f"· {self.in_flight} in flight · {self.retries} retries"
+                f"  speed          {self.requests_per_s:,.1f} requests/s · {self.tokens_per_s:,.0f} tokens/s · "
+                f"ETA {eta} · {self.in_flight} in flight · {self.retries} retries"
             )
             for endpoint in self.endpoints:
                 gone = f" · gone: {endpoint['down']}" if endpoint.get("down") else ""
