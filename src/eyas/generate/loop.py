@@ -148,6 +148,9 @@ class Loop:
             conversation = await self._work.take()
             if conversation is None:
                 return
+            if self._over.is_set():
+                self._work.give_back(conversation)
+                return
             if endpoint.paused_s or endpoint.in_flight >= endpoint.limit:
                 self._work.give_back(conversation)
                 continue
