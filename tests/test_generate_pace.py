@@ -71,10 +71,13 @@ def test_time_for_an_answer_grows_with_time_outs_and_with_what_answers_take() ->
     pace = Pace(4)
     assert pace.timeout_s(10) == 10
     pace.timed_out()
-    assert pace.timeout_s(10) == 15
+    assert pace.timeout_s(10) == 12.5
     for _ in range(50):
         pace.timed_out()
-    assert pace.timeout_s(10) == 80
+    assert pace.timeout_s(10) == 20
+    for _ in range(200):
+        pace.answered(0.1, 1)
+    assert pace.timeout_s(10) == 10, "it wears off"
     slow = Pace(4)
     slow.answered(30.0, 1)
     assert slow.timeout_s(10) == 120

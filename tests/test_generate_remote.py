@@ -207,6 +207,16 @@ def test_the_only_model_is_asked_for_and_several_are_not_guessed(setting: Settin
         setting.run(serve(models=["a", "b"]).url, model="")
 
 
+def test_numbers_beyond_64_bits_pass_through(setting: Setting, serve: Serve) -> None:
+    row = asking("a", id="x")
+    row["messages"][0]["serial"] = 10**30
+    setting.write([row])
+    server = serve()
+    setting.run(server.url)
+    assert setting.rows()["x"]["messages"][0]["serial"] == 10**30 == server.asked[0].body["messages"][0]["serial"]
+    assert setting.run(server.url).new_requests == 0
+
+
 def test_tool_calls_are_kept_and_results_follow_the_calls_that_were_made(setting: Setting, serve: Serve) -> None:
     call = {"id": "new-1", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}
 
@@ -632,6 +642,8 @@ def test_a_refused_key_stops_the_run_with_one_clear_line(
         ({"endpoints": ("http://host/v1?api-key=hunter2",)}, "goes on behind the path"),
         ({"endpoints": ("host:hunter2/v1",)}, "not an address"),
         ({"endpoints": ("ftp://host/v1",)}, "not an address"),
+        ({"endpoints": ("http://host/v1/chat/completions",)}, "one step too far"),
+        ({"concurrency": 10**9}, "open files"),
         ({"api_key_env": "NOT_THERE"}, "NOT_THERE .* is not set"),
         ({"api_key_env": "BROKEN"}, "is not a key"),
         ({"api_key_env": "BROKEN", "api_key_file": Path("x")}, "both set"),

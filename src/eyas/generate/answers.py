@@ -239,7 +239,7 @@ class AnswerFiles:
 
     def _append(self, lines: _Lines, row: dict[str, Any], kind: type[_Line], count: Callable[[_Line], bool]) -> None:
         assert next(iter(row)) == FIRST_KEY
-        line = _encode({**row, **self._settings})
+        line = encode_json({**row, **self._settings})
         # Counted as it will be read again: a row that cannot be read back is never written.
         counted = msgspec.json.decode(line, type=kind)
         assert not self.tally.is_done(counted.row_id)
@@ -337,12 +337,13 @@ class _Lines:
             self._fd = -1
 
 
-def _encode(row: Mapping[str, Any]) -> bytes:
-    """One JSON spelling, whoever writes it."""
+def encode_json(value: Any) -> bytes:
+    """One JSON spelling, without spaces, of rows and requests."""
     try:
-        return msgspec.json.encode(row)
+        return msgspec.json.encode(value)
     except OverflowError:  # an integer of more than 64 bits, in a field that we only pass on
-        return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=msgspec.to_builtins)
+        return text.encode()
 
 
 def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -22,9 +22,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-import msgspec
-
-from eyas.generate.answers import Usage
+from eyas.generate.answers import Usage, encode_json
 from eyas.generate.prompts import Prompt, is_assistant
 from eyas.generate.reply import Answer
 
@@ -99,7 +97,7 @@ class Conversation:
     @property
     def num_bytes_left(self) -> int:
         """Text that is still to be sent, at most: no tokenizer makes more tokens of it."""
-        return len(msgspec.json.encode([self.messages, self.prompt.messages[self._next :], self.prompt.tools]))
+        return len(encode_json([self.messages, self.prompt.messages[self._next :], self.prompt.tools]))
 
     def take(self, answer: Answer, *, keep_cut: bool) -> None:
         """Take the next answer, or end the conversation with the reason why it is of no use."""

@@ -9,9 +9,9 @@ from collections import Counter
 from typing import Any
 
 import httpx
-import msgspec
 
 from eyas.connections import Connections
+from eyas.generate.answers import encode_json
 from eyas.generate.key import Key
 from eyas.generate.pace import Pace
 from eyas.generate.reply import (
@@ -33,7 +33,6 @@ MAX_AWAY_S = 60.0
 """Longest pause between two tries of a server that is gone."""
 MIN_STREAK = 8
 """So many faults in a row, beside those in flight, and a server is set aside as if it were gone."""
-ENCODER = msgspec.json.Encoder()
 
 
 class Endpoint:
@@ -102,7 +101,7 @@ class Endpoint:
         if self.asks_token_ids:
             body = {**body, TOKEN_IDS_FIELD: True}
         sent_at = time.monotonic()
-        outcome = await self._post(ENCODER.encode(body), self.pace.timeout_s(timeout_s))
+        outcome = await self._post(encode_json(body), self.pace.timeout_s(timeout_s))
         now = time.monotonic()
         if isinstance(outcome, Fault) and outcome.kind is FaultKind.UNKNOWN_FIELD and TOKEN_IDS_FIELD not in body:
             outcome = Refusal(REFUSED, outcome.detail)

@@ -81,4 +81,6 @@ def check_endpoint(url: str) -> str:
         raise ConfigError(f"generate.endpoints: one is not an address; write it {example}")
     if parts.query or parts.fragment:
         raise ConfigError(f"generate.endpoints: {shown}{parts.path}?… goes on behind the path; write it {example}")
+    if parts.path.rstrip("/").endswith("/completions"):
+        raise ConfigError(f"generate.endpoints: {shown}{parts.path} is one step too far; write it {example}")
     return url.strip().rstrip("/")

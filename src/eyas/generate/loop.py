@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -37,10 +38,13 @@ from eyas.log import human_time
 PROBE = 20
 """Conversations that are answered before the estimate is told and the rest begins."""
 UNAVAILABLE = "unavailable"
+MAX_PATIENCE = 4.0
+"""An answer that timed out gets more time, up to so many times as much."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 20.0
 TICK_S = 0.1
 SYNC_S = 2.0
 """What a power cut may cost, at most; a kill costs nothing that was written."""
+OTHER_FILES = 200
 GRACE_S = 5.0
 """For answers that are on their way when a stop is asked for."""
 
@@ -98,6 +102,7 @@ class Loop:
         self._probing = pending > PROBE
         self._work.allowed = PROBE if self._probing else None
         self._probe_started = time.monotonic()
+        _allow_open_files(self._config.concurrency * len(urls))
         self.endpoints = [Endpoint(url, key, concurrency=self._config.concurrency) for url in urls]
         self._monitor.endpoints = self.endpoints
         self._monitor.state("probing" if self._probing else "answering", pending=pending)
@@ -169,7 +174,7 @@ class Loop:
         """Put a conversation to an endpoint until it is done, or somebody else should have it."""
         try:
             while True:
-                timeout_s = self._timeout_s * 1.5**conversation.num_timeouts
+                timeout_s = self._timeout_s * min(MAX_PATIENCE, 1.5**conversation.num_timeouts)
                 body = {**self._body, "messages": conversation.messages}
                 if conversation.prompt.tools:
                     body["tools"] = conversation.prompt.tools
@@ -207,6 +212,7 @@ class Loop:
             if self._answered_by is None:
                 self._answered_by = who
             elif who != self._answered_by:
+                conversation.usage.add(answer.usage)
                 self._work.give_back(conversation)
                 self._halt(ConfigError(self._mixed(self._answered_by, who)))
                 return False
@@ -224,7 +230,7 @@ class Loop:
 
     def _take_fault(self, endpoint: Endpoint, conversation: Conversation, fault: Fault) -> None:
         if fault.usage is not None:
-            self._charge(conversation, fault.usage, cost_told=True, usage_told=True)
+            self._charge(conversation, fault.usage, cost_told=fault.usage.cost > 0, usage_told=True)
         elif fault.kind in MAY_BE_CHARGED and self._budget.most is not None:
             self._budget.uncertain += self._worst(conversation, num_turns=1)
         pause_s = 0.0
@@ -442,7 +448,12 @@ class Loop:
             now = time.monotonic()
             if now - synced >= SYNC_S:
                 synced = now
-                await asyncio.to_thread(self._answers.sync)
+                try:
+                    await asyncio.to_thread(self._answers.sync)
+                except EyasError as error:
+                    self._failure = error
+                    self._over.set()
+                    return
                 self._monitor.on_commit()
             downs = [e.down_since for e in self.endpoints]
             since = [d for d in downs if d is not None]
@@ -454,6 +465,18 @@ class Loop:
                         "command goes on from here"
                     )
                 )
+
+
+def _allow_open_files(connections: int) -> None:
+    """A connection each for the requests in flight: as many files as this user may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(
+            f"generate.concurrency: {connections} connections need {wanted} open files, {hard} are allowed (ulimit -n)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _halted(endpoint: Endpoint, halt: Halt, identity: str) -> EyasError:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 FIRST_LIMIT = 16
 """Requests in flight to begin with; doubles with each round of answers until the endpoint complains."""
-MAX_PATIENCE = 8.0
+MAX_PATIENCE = 2.0
+"""Time-outs that all answers are given more of, after some; it wears off with each answer that comes."""
 SLOWEST = 4.0
 """An answer may take so many times the usual."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 60.0
@@ -41,6 +42,7 @@ class Pace:
         """For each answer: room for more, if the room was used."""
         self._usual_s = took_s if not self._usual_s else 0.95 * self._usual_s + 0.05 * took_s
         self._pause_s = 0.0
+        self._patience = max(1.0, 0.99 * self._patience)
         if 2 * in_flight >= self._limit:
             self._limit += 1.0 if self._limit < self._threshold else 1.0 / self._limit
             self._limit = min(self._limit, float(self.most))
@@ -56,4 +58,4 @@ class Pace:
 
     def timed_out(self) -> None:
         """The next answers get more time."""
-        self._patience = min(MAX_PATIENCE, 1.5 * self._patience)
+        self._patience = min(MAX_PATIENCE, 1.25 * self._patience)

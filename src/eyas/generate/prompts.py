@@ -99,7 +99,7 @@ def read_prompts(
 
 
 def iter_prompts(
-    path: Path, *, sampling: Mapping[str, Any], target: Mapping[str, str], rows: RowTable, mark: Known
+    path: Path, *, sampling: Mapping[str, Any], target: Mapping[str, str], rows: RowTable, mark: int
 ) -> Iterator[Prompt | PromptReject]:
     """Every row of a JSONL file of `{"messages": [{"role", "content"}, …]}`, with `id`, `tags`, `source`, `tools`.
 

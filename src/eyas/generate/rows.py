@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntFlag
+from typing import Final
 
 import xxhash
 
@@ -13,17 +13,16 @@ GROWTH = 1.4
 SMALLEST = 64
 
 
-class Known(IntFlag):
-    """What is known of a row."""
+class Known:
+    """What is known of a row. Plain numbers: an `IntFlag` costs more than the look-up."""
 
-    PLANNED = 1
+    PLANNED: Final = 1
     """It is a row of the prompts file."""
-    VISITED = 2
+    VISITED: Final = 2
     """Its line was read for the second time."""
-    ANSWERED = 4
-    REJECTED = 8
-
-    DONE = ANSWERED | REJECTED
+    ANSWERED: Final = 4
+    REJECTED: Final = 8
+    DONE: Final = 12
 
 
 class RowTable:
