@@ -252,8 +252,9 @@ class _Run:
         self._total_bytes = total_bytes
         self._all_files = all(path.is_file() for path in data.sources)
         self.num_workers = data.workers or _default_workers(total_bytes)
+        store = PartStore(data.samples)
         big = self.num_workers > 1 or total_bytes > CHUNK_BYTES or not self._all_files
-        self.store = PartStore(data.samples) if big else None
+        self.store = store if big or store.directory.exists() else None
         self._facts = Facts()
         self._input = InputDigest()
         self._parts: list[tuple[Path, str | bytes]] = []
