@@ -44,6 +44,9 @@ app.add_typer(target_app, name="target")
 data_app = typer.Typer(help="Conversations, before they become samples.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
+TYPER_INTERRUPTED = 130
+"""What typer makes of a KeyboardInterrupt before we see it."""
+
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The run's configuration.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of single fields.")
@@ -58,6 +61,8 @@ def main() -> NoReturn:
     log.setup()
     try:
         code = app(standalone_mode=False)
+        if code == TYPER_INTERRUPTED:
+            raise KeyboardInterrupt
     except EyasError as error:
         _complain(str(error))
         code = error.exit_code

@@ -238,6 +238,9 @@ class _Input:
     def readable(self) -> bool:
         return True
 
+    def close(self) -> None:
+        """For Arrow, which closes what it reads; the file is closed by `with`."""
+
 
 def _compression(head: bytes) -> str:
     if head.startswith(_GZIP):
