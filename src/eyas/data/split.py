@@ -21,8 +21,8 @@ KANA_SHARE = 0.1
 """Japanese mixes kana with Chinese characters: with this share of kana the text is Japanese."""
 
 _SCRIPTS: dict[str, re.Pattern[str]] = {
-    "latin": re.compile("[A-Za-zªºÀ-ÖØ-öø-ʯḀ-ỿ]"),
-    "han": re.compile("[㐀-䶿一-鿿豈-﫿\U00020000-\U0003ffff]"),
+    "latin": re.compile(r"[A-Za-z\u00aa\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02af\u1e00-\u1eff]"),
+    "han": re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"),
     "kana": re.compile("[\u3041-\u30ff\u31f0-\u31ff\uff66-\uff9d]"),
     "hangul": re.compile("[\u1100-\u11ff\u3130-\u318f\uac00-\ud7a3]"),
     "cyrillic": re.compile("[\u0400-\u052f]"),
