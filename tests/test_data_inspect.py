@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from eyas.data import inspect
+from eyas.data import inspect, page
 from eyas.data.table import SampleTable, TableMetadata, TableWriter
 from eyas.errors import DataError
 from eyas.records import Sample
@@ -80,3 +81,98 @@ def test_selection_by_limit_and_by_the_beginning_of_an_id(tmp_path: Path) -> Non
     assert isinstance(found, str) and found.startswith(samples[3].sample_id)
     with pytest.raises(DataError, match="no sample whose id begins with zz"):
         list(inspect.render(stored, tokenizer, sample_id="zz"))
+
+
+def test_language_and_a_split_that_is_not_training_are_told() -> None:
+    assert inspect.header(sample("abc", "c", language="ja", split="held_out")).endswith(" · language ja · held out")
+    assert "train" not in inspect.header(ONE)
+
+
+def parsed(text: str) -> tuple[list[tuple[str, str, bool]], list[str]]:
+    """Each token of the page as title, text and whether it is marked; and every tag with what it asks for."""
+    from html.parser import HTMLParser
+
+    tokens: list[tuple[str, str, bool]] = []
+    tags: list[str] = []
+
+    class Reader(HTMLParser):
+        marked = False
+        inside = False
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            tags.append(tag)
+            if tag == "mark":
+                self.marked = True
+            title = dict(attrs).get("title")
+            if tag == "span" and title is not None:
+                self.inside = True
+                tokens.append((title, "", self.marked))
+
+        def handle_endtag(self, tag: str) -> None:
+            if tag == "mark":
+                self.marked = False
+            if tag == "span":
+                self.inside = False
+
+        def handle_data(self, data: str) -> None:
+            if self.inside:
+                title, text, marked = tokens[-1]
+                tokens[-1] = (title, text + data, marked)
+
+    Reader().feed(text)
+    return tokens, tags
+
+
+def test_the_page_marks_each_supervised_token_and_names_its_id(tmp_path: Path) -> None:
+    tokenizer = small.tokenizer("chatml")
+    stored = table(tmp_path / "t.parquet", ONE)
+    tokens, _ = parsed("".join(page.page(stored, stored.samples(), tokenizer)))
+    ids = ONE.token_ids.tolist()
+    mask = ONE.loss_mask().tolist()
+    place = 0
+    for title, _, marked in tokens:
+        number, _, named = title.removeprefix("token ").partition(", id ")
+        these = [int(one) for one in named.split()]
+        assert int(number) == place
+        assert these == ids[place : place + len(these)]
+        assert mask[place : place + len(these)] == [marked] * len(these)
+        place += len(these)
+    assert place == len(ids)
+    assert "".join(text for _, text, _ in tokens).replace("↵", "") == tokenizer.decode(ids)
+    # The waving hand is four tokens and one character.
+    assert [len(title.split(", id ")[1].split()) for title, text, _ in tokens if text == "👋"] == [4]
+
+
+def test_what_a_sample_says_stays_text_and_the_page_asks_for_nothing(tmp_path: Path) -> None:
+    bad = sample(
+        "<script>alert(1)</script><img src=x onerror=y> &amp; \x1b[31m",
+        "<img src=x onerror=y>",
+        source="<b>s</b>",
+        conversation_id='"><script>',
+    )
+    stored = table(tmp_path / "<i>t.parquet", bad)
+    text = "".join(page.page(stored, stored.samples(), small.tokenizer("chatml")))
+    tokens, tags = parsed(text)
+    assert not {"script", "img", "b", "a", "link", "iframe"} & set(tags)
+    assert "\x1b" not in text
+    assert "".join(t for _, t, _ in tokens).startswith("<script>alert(1)</script><img src=x onerror=y> &amp; \\x1b[31m")
+    for outside in ("http://", "https://", "url(", "@import", "src="):
+        assert outside not in text.replace("src=x", ""), outside
+    assert "prefers-color-scheme: dark" in text and "default-src 'none'" in text
+    assert html.unescape(text).count(bad.sample_id) == 1
+
+
+def test_a_page_is_whole_or_not_there(tmp_path: Path) -> None:
+    samples = [sample(f"text {i}", "text") for i in range(5)]
+    stored = table(tmp_path / "t.parquet", *samples)
+    tokenizer = small.tokenizer("chatml")
+    path = tmp_path / "page.html"
+    assert page.write_page(path, stored, inspect.select(stored, limit=2), tokenizer) == 2
+    assert path.read_text(encoding="utf-8").count("<section>") == 2
+    before = path.read_bytes()
+    with pytest.raises(DataError, match="no sample whose id"):
+        page.write_page(path, stored, inspect.select(stored, sample_id="zz"), tokenizer)
+    assert path.read_bytes() == before
+    with pytest.raises(DataError, match="cannot be written"):
+        page.write_page(tmp_path / "no" / "page.html", stored, [], tokenizer)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "t.parquet"]

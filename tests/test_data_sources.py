@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from eyas.data import sources
-from eyas.data.sources import DroppedRow, GivenTokens, Messages, PlainText, Row, check_sources, read_rows
+from eyas.data.sources import (
+    DroppedRow,
+    GivenTokens,
+    Messages,
+    PlainText,
+    Row,
+    Where,
+    check_sources,
+    read_rows,
+    rows_of,
+)
 from eyas.errors import DataError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -239,3 +249,32 @@ def test_a_pipe_is_a_source_too_and_rows_come_as_they_are_written(tmp_path: Path
     seen.set()
     assert next(rows).where.line == 2
     thread.join()
+
+
+def test_the_first_question_decides_the_split_also_beside_given_ids(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "Q"}]}, CHAT[1]]
+    ids = {"input_ids": [1, 2], "loss_mask": [0, 1]}
+    assert one(tmp_path, {"messages": turns}).first_user == "Q"
+    assert one(tmp_path, {**ids, "messages": turns}).first_user == "Q"
+    assert one(tmp_path, {**ids, "conversations": [{"from": "human", "value": "Q"}]}).first_user == "Q"
+    # Messages beside given ids may be of any make: they are not what the sample is made of.
+    assert (
+        one(tmp_path, {**ids, "messages": [5, {"role": "narrator"}, {"role": "user", "content": "Q"}]}).first_user
+        == "Q"
+    )
+    assert one(tmp_path, {**ids, "messages": "?"}).first_user is None
+    assert one(tmp_path, {"text": "Q"}).first_user is None
+
+
+def test_language_and_re_tokenised_answers(tmp_path: Path) -> None:
+    assert one(tmp_path, {"messages": CHAT, "language": " en "}).language == "en"
+    assert one(tmp_path, {"messages": CHAT, "lang": "pt"}).language == "pt"
+    assert one(tmp_path, {"text": "Привет", "language": 5}).language == "cyrillic"
+    assert one(tmp_path, {"text": "Привет", "retokenized": True}).retokenized
+    assert not one(tmp_path, {"text": "Привет", "retokenized": "true"}).retokenized
+
+
+def test_rows_come_from_any_lines() -> None:
+    where = Where(Path("archive.zip"), 7)
+    (row,) = rows_of([(where, b'{"text": "a"}')])
+    assert (row.where, row.num_bytes) == (where, 13)

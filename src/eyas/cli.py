@@ -170,8 +170,11 @@ def inspect(
     overrides: Overrides = None,
     limit: Annotated[int, typer.Option(min=1, help="How many samples.")] = 3,
     sample: Annotated[str | None, typer.Option(help="Only samples whose id begins so.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="PAGE.HTML", help="Write them as one HTML page instead.")
+    ] = None,
 ) -> None:
-    """Print samples with the supervised tokens marked."""
+    """Show samples with the supervised tokens marked, in the terminal or as a page."""
     progress = _first_line("inspect", run)
     tree = config.load(run, overrides or ())
     table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
@@ -185,6 +188,14 @@ def inspect(
     table = SampleTable.open(table_path)
     console = Console(highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(tree.target)
+    if html is not None:
+        from eyas.data.page import write_page
+
+        chosen = view.select(table, limit=None if sample else limit, sample_id=sample)
+        num_samples = write_page(html, table, chosen, tokenizer)
+        progress.close()
+        _print(f"{html}: {num_samples:,} samples")
+        return
     shown = view.render(table, tokenizer, limit=None if sample else limit, sample_id=sample, colour=console.is_terminal)
     progress.close()
     for piece in shown:

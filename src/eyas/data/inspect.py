@@ -44,7 +44,7 @@ def select(table: SampleTable, *, limit: int | None = None, sample_id: str | Non
 
 
 def header(sample: Sample) -> str:
-    """One line: id, tokens, supervised tokens, source, conversation, tags."""
+    """One line: id, tokens, supervised tokens, source, conversation, tags, language, and the split if held out."""
     num_spans = len(sample.loss_spans)
     parts = [
         sample.sample_id,
@@ -55,6 +55,10 @@ def header(sample: Sample) -> str:
     ]
     if sample.tags:
         parts.append(f"tags {', '.join(sample.tags)}")
+    if sample.language:
+        parts.append(f"language {sample.language}")
+    if sample.split != "train":
+        parts.append(sample.split.replace("_", " "))
     return visible(" · ".join(parts), keep="")
 
 
