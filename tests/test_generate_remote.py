@@ -643,6 +643,7 @@ def test_a_refused_key_stops_the_run_with_one_clear_line(
         ({"endpoints": ("host:hunter2/v1",)}, "not an address"),
         ({"endpoints": ("ftp://host/v1",)}, "not an address"),
         ({"endpoints": ("http://host/v1/chat/completions",)}, "one step too far"),
+        ({"endpoints": ("http://ho st:80/v1",)}, "not an address"),
         ({"concurrency": 10**9}, "open files"),
         ({"api_key_env": "NOT_THERE"}, "NOT_THERE .* is not set"),
         ({"api_key_env": "BROKEN"}, "is not a key"),

@@ -109,7 +109,7 @@ class GenerateConfig(Section):
     batch_size: int = Field(16, ge=1)
     """Prompts answered together in this process."""
     seed: int = 0
-    """Of answers that are drawn, temperature above 0. To servers it is told unless it is 0, since it slows some down."""
+    """Of answers that are drawn, temperature above 0. Servers are told unless it is 0: it slows some down."""
     endpoints: tuple[str, ...] = ()
     """Addresses of servers up to and with `/v1`; several share the work by what they finish."""
     model: str = ""
@@ -129,7 +129,7 @@ class GenerateConfig(Section):
     reconnect_s: float = Field(900.0, ge=0.0)
     """How long the run waits for a server when all of them are gone."""
     max_reject_burst: int = Field(20, ge=1)
-    """The run stops when so many conversations in a row are refused, or fail `max_attempts` times, and none succeeds."""
+    """The run stops when so many conversations are refused, or fail `max_attempts` times, and none succeeds between."""
     keep_cut: bool = False
     """Keep answers that `max_new_tokens` cut; else they are rejects. For servers; in this process they are kept."""
     providers: tuple[str, ...] = ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import urllib.parse
 
+import httpx
+
 from eyas.config import GenerateConfig
 from eyas.errors import ConfigError
 
@@ -70,14 +72,15 @@ def check_endpoint(url: str) -> str:
     try:
         parts = urllib.parse.urlsplit(url.strip())
         port = parts.port
-    except ValueError:
+        httpx.URL(url.strip())
+    except (ValueError, httpx.InvalidURL):
         raise ConfigError(f"generate.endpoints: one is not an address; write it {example}") from None
     shown = f"{parts.scheme}://{parts.hostname or ''}{f':{port}' if port else ''}"
     if "@" in parts.netloc:
         raise ConfigError(
             f"generate.endpoints: {shown}… holds a user or a password; name the key with generate.api_key_env"
         )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or " " in url.strip():
         raise ConfigError(f"generate.endpoints: one is not an address; write it {example}")
     if parts.query or parts.fragment:
         raise ConfigError(f"generate.endpoints: {shown}{parts.path}?… goes on behind the path; write it {example}")

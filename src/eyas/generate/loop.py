@@ -110,8 +110,8 @@ class Loop:
         ticker = asyncio.create_task(self._tick(stop))
         pumps = [asyncio.create_task(self._pump(endpoint)) for endpoint in self.endpoints]
         over = asyncio.create_task(self._over.wait())
+        everything: asyncio.Future[Any] = asyncio.gather(*pumps)
         try:
-            everything: asyncio.Future[Any] = asyncio.gather(*pumps)
             await asyncio.wait({everything, over}, return_when=asyncio.FIRST_COMPLETED)
             if everything.done():
                 everything.result()
@@ -122,9 +122,10 @@ class Loop:
             self._tell_unfinished()
         finally:
             over.cancel()
+            everything.cancel()
             for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*pumps, *self._tasks, return_exceptions=True)
+            await asyncio.gather(everything, *pumps, *self._tasks, return_exceptions=True)
             self._over.set()
             self._ticking = False
             await ticker
