@@ -31,7 +31,7 @@ from eyas.data.rules import Rules, patterns
 from eyas.data.sources import DroppedRow, GivenTokens, Messages, PlainText, Row, Where, rows_of
 from eyas.data.split import script_of, split_of_ids, split_of_text
 from eyas.data.table import SCHEMA, batch_of
-from eyas.data.template import Masked, Masker, MaskMethod, Refused, load_tokenizer, target_digest
+from eyas.data.template import Masked, Masker, MaskMethod, Refused, load_tokenizer, target_digest, template_digest
 from eyas.errors import DataError, OutOfSpace
 from eyas.records import Sample, canonical_json, digest_bytes
 
@@ -171,6 +171,14 @@ class Facts:
         return cls(**value)
 
 
+@dataclass(frozen=True, slots=True)
+class AboutTemplate:
+    """What the table has to say about the target's chat template."""
+
+    digest: str
+    uses_date: bool
+
+
 class Maker:
     """Makes parts, for one target and one configuration."""
 
@@ -185,6 +193,10 @@ class Maker:
             options=data.template_options,
             date=data.date,
         )
+
+    def about(self) -> AboutTemplate:
+        """What the table has to say about the target's chat template."""
+        return AboutTemplate(template_digest(self.tokenizer), self.masker.uses_date)
 
     def part(self, chunk: Chunk) -> tuple[bytes, Facts]:
         """The part that the chunk becomes, and its facts; DataError for a damaged line."""

@@ -35,6 +35,7 @@ from eyas.data.parts import (
     CHUNK_BYTES,
     MAX_EXAMPLES,
     METHODS,
+    AboutTemplate,
     Chunk,
     Example,
     Facts,
@@ -53,13 +54,15 @@ from eyas.data.rules import patterns
 from eyas.data.sources import Reason, Where, check_sources, read_lines
 from eyas.data.split import HELD_OUT
 from eyas.data.table import SampleTable, TableMetadata, TableWriter, samples_of
-from eyas.data.template import check_target, template_digest, tokenizer_digest
+from eyas.data.template import check_target, tokenizer_digest
 from eyas.data.workers import Workers
 from eyas.errors import ConfigError, DataError
 from eyas.log import Progress, human_bytes, human_time
 from eyas.records import Sample, spans_of
 
 SAMPLE_ID_BYTES = 16
+MAX_UNSUPERVISED = 0.01
+"""Share of rows without a supervised token from which on the masks, not the rows, are suspect."""
 CHUNKS_AHEAD = 2
 """Chunks for each process that wait for it or for their turn."""
 
@@ -104,6 +107,7 @@ class PrepareReceipt:
             f"{table.num_tokens:,} tokens, {table.num_supervised:,} supervised "
             f"({table.num_supervised / table.num_tokens:.1%}), {human_bytes(self.table_bytes)}, {self._pace()}",
             f"masks: {', '.join(f'{name} {count:,}' for name, count in table.mask_methods.items())}",
+            *_suspicion(table),
             *_about_template(table),
             *_about_rules(table),
         ]
@@ -124,6 +128,14 @@ class PrepareReceipt:
         if self.num_parts_reused:
             pace += f", {self.num_parts_reused:,} parts of a former run"
         return pace
+
+
+def _suspicion(table: TableMetadata) -> list[str]:
+    unsupervised = table.dropped.get(Reason.NO_SUPERVISED_TOKEN, 0)
+    if unsupervised <= MAX_UNSUPERVISED * table.num_input:
+        return []
+    share = unsupervised / table.num_input
+    return [f"attention: {share:.1%} of the rows have no supervised token; are template and settings right for them?"]
 
 
 def _about_template(table: TableMetadata) -> list[str]:
@@ -260,7 +272,7 @@ class _Run:
         self._parts: list[tuple[Path, str | bytes]] = []
         self._num_reused = 0
         self._num_bytes = 0
-        self._maker: Maker | None = None
+        self._about: AboutTemplate | None = None
 
     def unchanged(self) -> SampleTable | None:
         """The table that is there, if it was made from the same lines with the same settings."""
@@ -288,10 +300,10 @@ class _Run:
     def make_parts(self) -> None:
         """A part for each chunk of the sources, in order."""
         self.progress.show(f"prepare: reading the tokeniser of {self.directory}", force=True)
-        self._maker = Maker(self.data, self.target)
+        maker = None if self.store is not None and self.num_workers > 1 else Maker(self.data, self.target)
         with contextlib.ExitStack() as stack:
             workers: Workers | None = None
-            if self.store is not None and self.num_workers > 1:
+            if maker is None:
                 workers = stack.enter_context(Workers(self.num_workers, self.data, self.target))
             waiting: deque[_Waiting] = deque()
             for chunk in self._chunks(waiting):
@@ -304,7 +316,8 @@ class _Run:
                 elif workers is not None:
                     waiting.append(_Waiting(chunk, key, workers.submit(chunk, key)))
                 else:
-                    part, facts = self._maker.part(chunk)
+                    assert maker is not None
+                    part, facts = maker.part(chunk)
                     if self.store is not None:
                         self.store.put(key, part)
                     waiting.append(_Waiting(chunk, part if self.store is None else key, facts))
@@ -312,6 +325,10 @@ class _Run:
                     self._settle(waiting.popleft())
             while waiting:
                 self._settle(waiting.popleft())
+            self._about = workers.about if workers is not None else None
+        if self._about is None:
+            # Nobody in this process has read the tokeniser yet, where all parts are a former run's.
+            self._about = (maker or Maker(self.data, self.target)).about()
 
     def _chunks(self, waiting: deque[_Waiting]) -> Iterator[Chunk]:
         try:
@@ -341,7 +358,7 @@ class _Run:
             if self.store is not None:
                 self.store.remove()
             raise DataError(_nothing_left(facts))
-        assert self._maker is not None
+        assert self._about is not None
         first_of = _first_occurrences(self._sample_ids())
         kept = first_of == np.arange(len(first_of))
         num_merged = int(np.count_nonzero(~kept))
@@ -368,7 +385,7 @@ class _Run:
         metadata = TableMetadata(
             **facts.counts,
             tokenizer_digest=tokenizer_digest(self.directory),
-            template_digest=template_digest(self._maker.tokenizer),
+            template_digest=self._about.digest,
             num_input=facts.num_input,
             num_kept=out.num_rows,
             dropped=dict(sorted(facts.dropped.items())),
@@ -385,7 +402,7 @@ class _Run:
             reasoning=self.data.reasoning,
             ignore=self.data.ignore,
             template_options=self.data.model_dump(mode="json")["template_options"],
-            date=self.data.date.isoformat() if self._maker.masker.uses_date else "",
+            date=self.data.date.isoformat() if self._about.uses_date else "",
             held_out=self.data.held_out,
             input_digest=self._input.hexdigest(),
             settings_digest=self.settings_digest,

@@ -138,6 +138,8 @@ def write_report(table: Path, report: Report) -> None:
     path = report_path(table)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        # As private as the table: names of sources and tags may tell something.
+        temporary.touch(mode=0o600)
         temporary.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as error:

@@ -13,7 +13,8 @@ renderings, each ending with the last turn that is still missing. So each turn i
 rendering that shows it exactly. A turn whose own rendering does not begin with its prompt is *composed*: where the
 template rewrites what stands before the turn, of the prompt and the turn as it is rendered; where the prompt opens a
 thought that the template then leaves out, of the prompt, the thought and words of the row, and what the template puts
-behind an answer. Where the row does not have the thought, the turn is context only, and counted.
+behind an answer. Where the row does not have the thought, the turn is context only, and counted. Where the template
+changes a turn's words (trims them, say), what it shows is supervised, since servers show it so, and that is counted.
 
 **Which tokens.** With `{% generation %}` the template says which tokens are the assistant's. Without, turn `i` begins
 behind its prompt. The target's own words end with the token by which it stops. Where that is, a probe tells: what the

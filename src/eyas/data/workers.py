@@ -8,6 +8,7 @@ nothing is pickled. A request is three frames (where the part goes, which chunk,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -21,7 +22,7 @@ from types import TracebackType
 from typing import IO
 
 from eyas.config import DataConfig, TargetConfig
-from eyas.data.parts import Chunk, Facts, Maker, PartStore
+from eyas.data.parts import AboutTemplate, Chunk, Facts, Maker, PartStore
 from eyas.errors import ConfigError, DataError, EyasError
 
 END_TIMEOUT_S = 10.0
@@ -34,6 +35,8 @@ class Workers:
         settings = _json({"data": data.model_dump(mode="json"), "target": target.model_dump(mode="json")})
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._all: list[_Worker] = []
+        self.about: AboutTemplate | None = None
+        """Known as soon as a part is made."""
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="prepare")
         try:
             for _ in range(num_workers):
@@ -69,7 +72,8 @@ class Workers:
     def _make(self, chunk: Chunk, key: str) -> Facts:
         worker = self._idle.get()
         try:
-            return worker.make(chunk, key)
+            facts, self.about = worker.make(chunk, key)
+            return facts
         finally:
             self._idle.put(worker)
 
@@ -84,7 +88,7 @@ class _Worker:
         self._requests, self._replies = self.process.stdin, self.process.stdout
         self._settings: bytes | None = settings
 
-    def make(self, chunk: Chunk, key: str) -> Facts:
+    def make(self, chunk: Chunk, key: str) -> tuple[Facts, AboutTemplate]:
         try:
             if self._settings is not None:
                 _write(self._requests, self._settings)
@@ -107,7 +111,7 @@ class _Worker:
         value = json.loads(reply)
         if "error" in value:
             raise _error(value["kind"], value["error"])
-        return Facts.from_json(value["facts"].encode())
+        return Facts.from_json(value["facts"].encode()), AboutTemplate(**value["about"])
 
     def close(self, *, kill: bool) -> None:
         if kill:
@@ -162,7 +166,7 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
             maker = maker or Maker(data, target)
             part, facts = maker.part(Chunk(Path(request["path"]), request["numbers"], _cut(lines, request["sizes"])))
             store.put(request["key"], part)
-            reply = {"facts": facts.to_json().decode()}
+            reply = {"facts": facts.to_json().decode(), "about": dataclasses.asdict(maker.about())}
         except EyasError as error:
             reply = {"kind": type(error).__name__, "error": str(error)}
         try:
