@@ -104,6 +104,7 @@ def test_stop_signal_ends_with_exit_code_3_and_status_says_so(tmp_path: Path) ->
     assert "stopped on request" in said.splitlines()[-1] and "the same command goes on" in said.splitlines()[-1]
     after = subprocess.run(command("status", out), capture_output=True, text=True, check=False)
     assert "stopped; the same generate command goes on from here" in after.stdout
+    assert subprocess.run(command("watch", out), capture_output=True, text=True, check=False).stdout == after.stdout
 
 
 def test_no_output_of_a_run_holds_the_key_not_even_a_traceback(tmp_path: Path) -> None:

@@ -419,13 +419,16 @@ def status(root: DataSetDir, as_json: AsJson = False) -> None:
 
 @app.command()
 def watch(root: DataSetDir, interval_s: Annotated[float, typer.Option(min=0.2)] = 2.0) -> None:
-    """Show the status again and again, until the capture ends."""
+    """Show the status again and again, until the capture, or the asking for answers, ends."""
     from eyas.capture.status import status as look
+    from eyas.generate import status as answers
     from eyas.serve.status import server_status
 
     _stop_by_exception()
+    about_answers = answers.is_answers(root)
     while True:
-        found, server = look(root), server_status(root)
+        found = answers.status(root) if about_answers else look(root)
+        server = None if about_answers else server_status(root)
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[2J\x1b[H")
         _print("\n".join([*found.lines(), *([] if server is None else server.lines())]))
