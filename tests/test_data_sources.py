@@ -14,6 +14,7 @@ from eyas.data import sources
 from eyas.data.sources import (
     DroppedRow,
     GivenTokens,
+    GivenTurns,
     Messages,
     PlainText,
     Row,
@@ -278,3 +279,15 @@ def test_rows_come_from_any_lines() -> None:
     where = Where(Path("archive.zip"), 7)
     (row,) = rows_of([(where, b'{"text": "a"}')])
     assert (row.where, row.num_bytes) == (where, 13)
+
+
+def test_token_ids_by_turn_win_over_messages_and_other_turns_are_somebody_elses(tmp_path: Path) -> None:
+    turns = [{"prompt_ids": [1, 2], "token_ids": [3]}, {"prompt_ids": [1], "token_ids": [4, 5]}]
+    row = one(tmp_path, {"messages": CHAT, "turns": turns})
+    assert isinstance(row.content, GivenTurns) and row.first_user == "Hi"
+    assert [[ids.tolist() for ids in turn] for turn in row.content.turns] == [[[1, 2], [3]], [[1], [4, 5]]]
+    for other in (["Hi", "So?"], [], [{"prompt_ids": [1]}], 5):
+        assert isinstance(one(tmp_path, {"messages": CHAT, "turns": other}).content, Messages)
+    for bad in ({"prompt_ids": [], "token_ids": [1]}, {"prompt_ids": [1], "token_ids": ["x"]}):
+        (dropped,) = read(tmp_path, {"messages": CHAT, "turns": [bad]})
+        assert isinstance(dropped, DroppedRow) and dropped.reason == "bad_token_ids"

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.config import TargetConfig
-from eyas.data.sources import GivenTokens, Messages, PlainText, Reason, Row, Where
+from eyas.data.rules import Rules
+from eyas.data.sources import GivenTokens, GivenTurns, Messages, PlainText, Reason, Row, Where
 from eyas.data.template import (
     Masked,
     MaskedRow,
@@ -345,6 +346,41 @@ def test_given_ids_without_mask_or_beyond_the_vocabulary_are_refused(tmp_path: P
     # The target's own vocabulary counts: it may be padded beyond the tokeniser's.
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": len(tokenizer) + 8}}))
     assert isinstance(mask(tokenizer, given_tokens([1, len(tokenizer)], [0, 1]), directory=tmp_path), Masked)
+
+
+def given_turns(*turns: tuple[list[int], list[int]]) -> Row:
+    return row(GivenTurns(tuple((np.array(a, np.int32), np.array(b, np.int32)) for a, b in turns)))
+
+
+def test_given_turns_share_a_sample_as_far_as_one_prompt_begins_with_the_other() -> None:
+    tokenizer = small.tokenizer("chatml")
+    turns = (([20, 21], [22, 23]), ([20, 21, 22, 23, 24], [25]), ([20, 21, 23, 24], [26, 27]))
+    result = mask_row(tokenizer, given_turns(*turns))
+    samples = [sample for sample in result.samples if isinstance(sample, Masked)]
+    assert [sample.token_ids.tolist() for sample in samples] == [
+        [20, 21, 23, 24, 26, 27],
+        [20, 21, 22, 23, 24, 25],
+    ]
+    assert [sample.loss_spans for sample in samples] == [((4, 6),), ((2, 4), (5, 6))]
+    assert (result.counts["num_rewritten"], samples[1].turn_ends) == (1, (4, 6))
+    assert mask_row(tokenizer, given_turns(*turns[:2])).counts["num_rewritten"] == 0
+    last = mask_row(tokenizer, given_turns(*turns), rules=Rules(last_turn_only=True))
+    assert len(last.samples) == 1 and last.counts["num_turns_skipped"] == 2
+    foreign = mask(tokenizer, given_turns(([20], [len(tokenizer)])))
+    assert isinstance(foreign, Refused) and foreign.reason is Reason.TOKEN_OUT_OF_VOCABULARY
+
+
+def test_a_stop_token_that_begins_the_next_message_ends_the_turn(tmp_path: Path) -> None:
+    tokenizer = small.tokenizer("chatml", eos="</s>")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ '<|start|>' if message.role == 'user' else '<|message|>' }}"
+        "{{ message.content }}{% endfor %}{% if add_generation_prompt %}<|message|>{% endif %}"
+    )
+    stops = tokenizer.convert_tokens_to_ids(["</s>", "<|start|>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    conversation = chat(user("Hi"), robot("Yo"), user("So?"), robot("No."))
+    assert supervised(tokenizer, mask(tokenizer, conversation, directory=tmp_path)) == ["Yo<|start|>", "No."]
+    assert supervised(tokenizer, mask(tokenizer, conversation)) == ["Yo", "No."]
 
 
 def slow_tokenizer(name: str) -> Any:

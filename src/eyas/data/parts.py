@@ -28,7 +28,7 @@ import xxhash
 from eyas.config import DataConfig, TargetConfig
 from eyas.data.length import fit
 from eyas.data.rules import Rules, patterns
-from eyas.data.sources import DroppedRow, GivenTokens, Messages, PlainText, Row, Where, rows_of
+from eyas.data.sources import DroppedRow, GivenTokens, GivenTurns, Messages, PlainText, Row, Where, rows_of
 from eyas.data.split import script_of, split_of_ids, split_of_text
 from eyas.data.table import SCHEMA, batch_of
 from eyas.data.template import Masked, Masker, MaskMethod, Refused, load_tokenizer, target_digest, template_digest
@@ -257,7 +257,7 @@ class Maker:
         )
 
     def _language(self, row: Row, masked: Masked) -> str:
-        if not isinstance(row.content, GivenTokens) or row.first_user is not None:
+        if not isinstance(row.content, GivenTokens | GivenTurns) or row.first_user is not None:
             return ""
         ids = masked.token_ids[:LANGUAGE_TOKENS].tolist()
         special = self.masker.special_ids
@@ -274,6 +274,9 @@ def _split(row: Row, masked: Masked, held_out: float) -> str:
             # What stands before the first answer: the same for all answers to it.
             first = next(i for i, message in enumerate(messages) if i and message["role"] == "assistant")
             return split_of_text("\n".join(message["content"] for message in messages[:first]), held_out)
+        case GivenTurns(turns):
+            prompt_ids, _ = turns[0]
+            return split_of_ids(prompt_ids, ((len(prompt_ids), len(prompt_ids)),), held_out)
         case GivenTokens(token_ids, mask):
             first = int(np.argmax(mask))
             return split_of_ids(token_ids, ((first, first + 1),), held_out)

@@ -5,6 +5,7 @@ A row takes one of these forms; where several fit, the first one wins:
 | form | keys |
 |---|---|
 | token ids | `input_ids` or `token_ids`, with `loss_mask`: used as given, no template, no tokeniser |
+| token ids by turn | `turns`: for each assistant turn `prompt_ids` and `token_ids`, used as given |
 | messages | `messages` or `conversations`: `{role, content, …}` or `{from, value}`; `system` beside it comes first |
 | text | `text` |
 
@@ -112,10 +113,20 @@ class GivenTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenTurns:
+    """For each assistant turn the token ids that asked for it and those that the target wrote, int32 each."""
+
+    turns: tuple[tuple[TokenIds, TokenIds], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PlainText:
     """Text without turns."""
 
     text: str
+
+
+Content = Messages | GivenTokens | GivenTurns | PlainText
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +135,7 @@ class Row:
 
     where: Where
     num_bytes: int
-    content: Messages | GivenTokens | PlainText
+    content: Content
     conversation_id: str
     source: str
     tags: tuple[str, ...]
@@ -255,11 +266,13 @@ def _parse(where: Where, line: bytes) -> Any:
         raise DataError(f"{where}: broken JSON: {error}") from None
 
 
-def _content(value: dict[str, Any]) -> Messages | GivenTokens | PlainText:
+def _content(value: dict[str, Any]) -> Content:
     ids_key = next((key for key in ("input_ids", "token_ids") if value.get(key) is not None), None)
     messages_key = next((key for key in ("messages", "conversations") if value.get(key) is not None), None)
     if ids_key is not None and value.get("loss_mask") is not None:
         return _given(value[ids_key], value["loss_mask"])
+    if _has_turns(value.get("turns")):
+        return GivenTurns(tuple(_given_turn(turn) for turn in value["turns"]))
     if messages_key is not None:
         return _messages(value, messages_key)
     if value.get("text") is not None:
@@ -274,11 +287,28 @@ def _content(value: dict[str, Any]) -> Messages | GivenTokens | PlainText:
     raise _Drop(Reason.UNKNOWN_FORM, f"keys {', '.join(sorted(map(str, value)))[:200] or 'none'}; known: {known}")
 
 
-def _given(ids: Any, mask: Any) -> GivenTokens:
+def _has_turns(turns: Any) -> bool:
+    # Other data sets keep other things under this name.
+    keys = {"prompt_ids", "token_ids"}
+    return isinstance(turns, list) and bool(turns) and all(isinstance(t, dict) and keys <= t.keys() for t in turns)
+
+
+def _given_turn(turn: dict[str, Any]) -> tuple[TokenIds, TokenIds]:
+    prompt_ids, token_ids = _token_ids(turn["prompt_ids"]), _token_ids(turn["token_ids"])
+    if not len(prompt_ids) or not len(token_ids):
+        raise _Drop(Reason.BAD_TOKEN_IDS, "a turn without 'prompt_ids' or 'token_ids'")
+    return prompt_ids, token_ids
+
+
+def _token_ids(ids: Any) -> TokenIds:
     try:
-        token_ids = as_token_ids(ids)
+        return as_token_ids(ids)
     except (ValueError, TypeError, OverflowError) as error:
         raise _Drop(Reason.BAD_TOKEN_IDS, str(error).splitlines()[0]) from None
+
+
+def _given(ids: Any, mask: Any) -> GivenTokens:
+    token_ids = _token_ids(ids)
     if not token_ids.size:
         raise _Drop(Reason.EMPTY_CONVERSATION, "no token ids")
     if not isinstance(mask, list) or any(entry not in (0, 1) for entry in mask):
@@ -373,7 +403,7 @@ def _language(value: dict[str, Any]) -> str:
     return ""
 
 
-def _texts(value: dict[str, Any], content: Messages | GivenTokens | PlainText) -> tuple[str | None, str]:
+def _texts(value: dict[str, Any], content: Content) -> tuple[str | None, str]:
     """The first user turn, if there is one, and some text to tell the language by."""
     if isinstance(content, PlainText):
         return None, content.text

@@ -19,10 +19,11 @@ changes a turn's words (trims them, say), what it shows is supervised, since ser
 **Which tokens.** With `{% generation %}` the template says which tokens are the assistant's. Without, turn `i` begins
 behind its prompt. The target's own words end with the token by which it stops. Where that is, a probe tells: what the
 template appends to an answer (`<|im_end|>` and a line feed, say) is known text, and in it the first stop token of the
-target (`eos_token_id` of tokeniser, config and generation config), else the first special token, is still the
-target's; what follows is the template's. When the template appends no such token the turn ends with the last token of
-its content. When an answer does not end as the probe did (a tool call, say), the last stop token of the turn is its
-end; without one, the turn is context only. `rules.Rules` take further tokens away.
+target (`eos_token_id` of tokeniser, config and generation config), else the first special token, is still the target's;
+what follows is the template's. When the template appends no such token the turn ends with a stop token that begins the
+next message, or else with the last token of its content. When an answer does not end as the probe did (a tool call,
+say), the last stop token of the turn is its end; without one, the turn is context only. `rules.Rules` take further
+tokens away.
 
 **Tokens across a boundary.** A token with characters from both sides of a turn's start belongs to the prompt, since
 the target never wrote it; one across the end of the content belongs to the template. Each such boundary is counted, as
@@ -49,7 +50,7 @@ import numpy.typing as npt
 from eyas.config import TargetConfig
 from eyas.data.render import DEFAULT_DATE, TEMPLATE_ERRORS, Renderer, Tokenizer, template_text, with_objects
 from eyas.data.rules import EMPTY_THOUGHT, Rules, opens_thought, thoughts
-from eyas.data.sources import GivenTokens, Messages, PlainText, Reason, Row
+from eyas.data.sources import GivenTokens, GivenTurns, Messages, PlainText, Reason, Row
 from eyas.data.spans import Cut, FastTokens, SlowTokens, Tokens, View, decoded_view, decoder_of
 from eyas.errors import ConfigError, DataError
 from eyas.records import Span, TokenIds, digest_bytes, spans_of
@@ -176,6 +177,8 @@ class Masker:
             match row.content:
                 case GivenTokens():
                     results[number] = MaskedRow((self._given(row.content, counts),), counts)
+                case GivenTurns():
+                    results[number] = MaskedRow(tuple(self._given_turns(row.content, counts)), counts)
                 case PlainText():
                     results[number] = MaskedRow((self._text(row.content, counts),), counts)
                 case Messages():
@@ -208,6 +211,29 @@ class Masker:
             turns = turns[-1:]
         view = decoded_view(content.token_ids, self.decode) if self._rules.need_text else None
         return self._finish(content.token_ids, mask, turns, MaskMethod.GIVEN, view, counts)
+
+    def _given_turns(self, content: GivenTurns, counts: Counter[str]) -> Iterator[Masked | Refused]:
+        """As for messages: the longest prompt with its answer, and further ones for the turns that are not in it."""
+        missing = list(content.turns)
+        if self._rules.last_turn_only:
+            counts["num_turns_skipped"] += len(missing) - 1
+            del missing[:-1]
+        largest = max(int(ids.max()) for turn in missing for ids in turn)
+        if largest >= self._vocab_size:
+            yield Refused(Reason.TOKEN_OUT_OF_VOCABULARY, f"token id {largest}, vocabulary of {self._vocab_size}")
+            return
+        num_turns = len(missing)
+        while missing:
+            whole = np.concatenate(missing[-1])
+            shown = [turn for turn in missing if _begins_with(whole, turn)]
+            missing = [turn for turn in missing if not _begins_with(whole, turn)]
+            turns = [(len(prompt), len(prompt) + len(answer)) for prompt, answer in shown]
+            counts["num_rewritten"] = int(len(turns) < num_turns)
+            mask = np.zeros(len(whole), dtype=np.bool_)
+            for start, end in turns:
+                mask[start:end] = True
+            view = decoded_view(whole, self.decode) if self._rules.need_text else None
+            yield self._finish(whole, mask, turns, MaskMethod.GIVEN, view, counts)
 
     def _text(self, content: PlainText, counts: Counter[str]) -> Masked | Refused:
         bos, bos_id = self._tokenizer.bos_token, self._tokenizer.bos_token_id
@@ -362,6 +388,9 @@ class Masker:
             found = next((i for i, token in enumerate(appended) if token in wanted), None)
             if found is not None:
                 return content.after + found + 1, 0
+        if content.clean and content.before < len(tokens.ids) and int(tokens.ids[content.before]) in self._stop_ids:
+            # Some templates let the next message's header end a turn: the target wrote that token to stop.
+            return content.before + 1, 0
         return content.before, int(not content.clean)
 
     def _checked(
@@ -526,6 +555,13 @@ class _Renders:
             self._kept[key] = text
             self._kept_chars += len(text)
         return text
+
+
+def _begins_with(whole: TokenIds, turn: tuple[TokenIds, TokenIds]) -> bool:
+    prompt, answer = turn
+    end = len(prompt) + len(answer)
+    same = end <= len(whole) and np.array_equal(whole[: len(prompt)], prompt)
+    return bool(same and np.array_equal(whole[len(prompt) : end], answer))
 
 
 def _look_at(message: Mapping[str, Any], whole: str, span: tuple[int, int], counts: Counter[str]) -> None:
