@@ -31,7 +31,7 @@ from eyas.data.rules import Rules, patterns
 from eyas.data.sources import DroppedRow, GivenTokens, GivenTurns, Messages, PlainText, Row, Where, rows_of
 from eyas.data.split import script_of, split_of_ids, split_of_text
 from eyas.data.table import SCHEMA, batch_of
-from eyas.data.template import Masked, Masker, MaskMethod, Refused, load_tokenizer, target_digest, template_digest
+from eyas.data.template import Masked, Masker, MaskMethod, Refused, load_tokenizer, target_text_digest, template_digest
 from eyas.errors import DataError, OutOfSpace
 from eyas.records import Sample, canonical_json, digest_bytes
 
@@ -287,7 +287,7 @@ def settings_of(data: DataConfig, target: TargetConfig) -> str:
     assert target.path is not None
     names = ("max_tokens", "too_long", "last_turn_only", "reasoning", "ignore", "template_options", "held_out")
     values = data.model_dump(mode="json", include={*names, "date"})
-    return digest_bytes(canonical_json([CODE_VERSION, target_digest(target.path), values]))
+    return digest_bytes(canonical_json([CODE_VERSION, target_text_digest(target.path), values]))
 
 
 def key_of(chunk: Chunk, settings_digest: str) -> str:

@@ -647,7 +647,7 @@ def tokenizer_digest(directory: Path) -> str:
     return digest_bytes(*(part for file in files for part in (file.name.encode() + b"\0", file.read_bytes())))
 
 
-def target_digest(directory: Path) -> str:
+def target_text_digest(directory: Path) -> str:
     """xxh3-128 over all files of the target that decide what a row becomes; found without loading any of them."""
     others = {file for pattern in _TEMPLATE_FILES for file in directory.glob(pattern) if file.is_file()}
     parts = (part for file in sorted(others) for part in (str(file.relative_to(directory)), _digest_of(file)))
