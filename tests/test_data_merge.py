@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from eyas import config as config_module
 from eyas.config import DataConfig, MergeConfig, MergeSource, TargetConfig
 from eyas.data import mixture, output, shuffle
-from eyas.data.canonical import Drop, canonical
+from eyas.data.canonical import canonical
 from eyas.data.files import RawRow
 from eyas.data.leakage import Benchmarks, words_of
 from eyas.data.merge import merge, report_path
@@ -38,6 +38,7 @@ from eyas.data.merge_receipt import MergeReceipt
 from eyas.data.prepare import prepare
 from eyas.data.sources import DroppedRow, Row, read_rows
 from eyas.data.table import SampleTable
+from eyas.data.turns import Drop
 from eyas.errors import ConfigError, DataError, OutOfSpace
 from eyas.log import Progress
 from fixtures.data import small
@@ -580,7 +581,7 @@ def test_scripts_without_blanks_count_by_character() -> None:
     assert leaks([prompt], ["好的," + prompt[2:15] + "!"])
     assert not leaks([prompt], [prompt[2:14]])
     assert leaks(["ＡＢＣ ÄÖ " + words(0, 11)], ["abc äö " + words(0, 11)])
-    assert [len(words_of(text)[0]) for text in ("a-b_c", "naïve Ωμέγα", "日本語 text", "ไทย", "", "हिन्दी भाषा")] == [
+    assert [len(words_of(text)) for text in ("a-b_c", "naïve Ωμέγα", "日本語 text", "ไทย", "", "हिन्दी भाषा")] == [
         3, 2, 4, 3, 0, 2,
     ]  # fmt: skip
 

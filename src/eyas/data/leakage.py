@@ -6,12 +6,12 @@ A prompt that is shorter than `ngram` is a passage as a whole; one of fewer than
 that a turn says, because `go on` stands everywhere.
 
 All texts of a batch are looked at together, as arrays: a word is a 64-bit hash, a passage a hash of its words' hashes,
-which differences of one running sum give for any length. Letters: `C` characters, `W` words of a batch.
+which differences of one running sum give for any length. Letters: `C` UTF-16 units, `W` words of a batch. What UTF-16
+needs two units for (emoji, rare ideographs) counts as no letter.
 """
 
 from __future__ import annotations
 
-import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from eyas.errors import DataError
 
 SHORTEST_PASSAGE = 8
 """Words below which a prompt counts only as a whole turn."""
-BLOCK_CHARS = 1 << 17
+BLOCK_CHARS = 1 << 16
 """Characters that are looked at together: their arrays stay in the cache."""
 MAX_EXAMPLES = 3
 MAX_EXAMPLE_CHARS = 160
@@ -37,14 +37,19 @@ TEXT_KEYS = ("turns", "messages", "conversations", "prompt", "question", "proble
 Words = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
 
-_BREAK = "\0"
+_BREAK = " \0 "
 """Between two texts: a word that no passage has."""
-_SINGLE = np.uint64(1 << 31)
-_CHAR_BASE, _WORD_BASE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
+_WORD_BASE = 0xD1342543DE82EF95
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_LOAD = 4
+"""Letters in 64 bits."""
+_MASKS = np.array([(1 << (16 * n)) - 1 for n in range(_LOAD + 1)], dtype=np.uint64)
+MAX_WORD_LETTERS = 64
+"""Of a longer word only the beginning and the length count."""
 # Scripts without blanks between words, as ranges of code points.
 _UNSPACED = (
     (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x2E80, 0x2FDF), (0x3005, 0x3007), (0x3021, 0x30FF),
-    (0x31F0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF),
+    (0x31F0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF),
 )  # fmt: skip
 
 
@@ -105,7 +110,7 @@ class Benchmarks:
             prompt = len(self._where)
             for text in _prompts(row):
                 report.num_prompts += 1
-                words, _ = words_of(text)
+                words = words_of(text)
                 if not len(words):
                     continue
                 length = min(len(words), ngram)
@@ -132,11 +137,10 @@ class Benchmarks:
         self, conversations: Sequence[Sequence[str]], wheres: Sequence[object], block: range, found: list[str]
     ) -> None:
         pieces = [_BREAK.join(conversations[i]) for i in block]
-        joined = _BREAK + _BREAK.join(pieces) + _BREAK
-        words, starts = words_of(joined)
+        words, starts, units = _words_in(_BREAK + _BREAK.join(pieces) + _BREAK)
         sums = _sums(words)
-        ends = np.cumsum([len(piece) + 1 for piece in pieces])  # [conversations], in characters
-        is_break = words == _break_word()
+        is_break = words == _word(_BREAK)
+        ends: Places | None = None
         seen: set[tuple[int, int]] = set()
         for length, passages in self._passages.items():
             if length + 2 > len(words):
@@ -151,44 +155,71 @@ class Benchmarks:
             at = np.minimum(np.searchsorted(passages.hashes, hashes[places]), len(passages.hashes) - 1)
             sure = passages.hashes[at] == hashes[places]
             for place, prompt in zip(places[sure].tolist(), passages.prompts[at[sure]].tolist(), strict=True):
-                i = block[int(np.searchsorted(ends, starts[place] - 1, side="right"))]
-                end = int(starts[place + length]) if place + length < len(starts) else len(joined)
-                passage = " ".join(joined[int(starts[place]) : end].split())[:MAX_EXAMPLE_CHARS].strip(_BREAK)
-                found[i] = found[i] or passage
-                self._count(i, prompt, str(wheres[i]), passage, seen)
+                if ends is None:
+                    sizes = [len(piece.encode("utf-16-le", "replace")) // 2 + len(_BREAK) for piece in pieces]
+                    ends = np.cumsum(sizes) + len(_BREAK)  # [conversations], in units
+                i = block[int(np.searchsorted(ends, starts[place], side="right"))]
+                if not found[i] or (i, self._benchmark_of[prompt]) not in seen:
+                    said = units[starts[place] : starts[place + length]].tobytes().decode("utf-16-le", "replace")
+                    passage = " ".join(said.split())[:MAX_EXAMPLE_CHARS]
+                    found[i] = found[i] or passage
+                    self._count(i, prompt, str(wheres[i]), passage, seen)
+                self._leak(prompt)
+
+    def _leak(self, prompt: int) -> None:
+        if prompt not in self._leaked:
+            self._leaked.add(prompt)
+            self.reports[self._benchmark_of[prompt]].num_leaked_prompts += 1
 
     def _count(self, i: int, prompt: int, where: str, passage: str, seen: set[tuple[int, int]]) -> None:
         number = self._benchmark_of[prompt]
         report = self.reports[number]
-        if prompt not in self._leaked:
-            self._leaked.add(prompt)
-            report.num_leaked_prompts += 1
-        if (i, number) in seen:
-            return
         seen.add((i, number))
         report.num_conversations += 1
         if len(report.examples) < MAX_EXAMPLES:
             report.examples.append(LeakExample(where, self._where[prompt], passage))
 
 
-def words_of(text: str) -> tuple[Words, Places]:
-    """The words of a text as hashes `[W]`, and where each begins, in characters `[W]`."""
-    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)  # [C]
-    letters = _letters().take(codes, mode="clip")  # twice as fast as an index, and no code is out of range
-    inside = letters != 0
-    alone = letters >= _SINGLE
+def words_of(text: str) -> Words:
+    """The words of a text as hashes `[W]`."""
+    return _words_in(text)[0]
+
+
+def _words_in(text: str) -> tuple[Words, Places, npt.NDArray[np.uint16]]:
+    """Hashes of the words `[W]`, where each begins `[W]`, and the text as UTF-16 units `[C]`."""
+    units = np.frombuffer(text.encode("utf-16-le", "replace"), dtype="<u2")
+    letter_of, is_word = _letters()
+    letters = np.zeros(len(units) + _LOAD, dtype="<u2")
+    letters[: len(units)] = letter_of.take(units)
+    inside = letters[: len(units) + 1] != 0  # one more at the end, which is no letter
     begins = inside.copy()
-    begins[1:] &= ~inside[:-1] | alone[1:] | alone[:-1]
+    begins[1:] &= ~inside[:-1]
+    ends = ~inside
+    ends[0] = False
+    ends[1:] &= inside[:-1]
+    if not text.isascii():
+        alone = np.zeros(len(inside), dtype=np.bool_)
+        alone[:-1] = is_word.take(units)
+        # A word of its own begins at itself, ends before the next unit, and ends whatever stood before it.
+        after = np.zeros(len(inside), dtype=np.bool_)
+        after[1:] = alone[:-1]
+        edge = (alone | after) & inside
+        begins |= edge
+        edge[1:] &= inside[:-1]
+        edge[0] = False
+        ends |= edge
     starts = np.flatnonzero(begins)
-    if not len(starts):
-        return np.empty(0, dtype=np.uint64), starts
-    up, down = _powers(_CHAR_BASE, len(codes))
-    terms = letters * up[: len(codes)]
-    # What is no letter adds nothing, so a word's sum may run up to the next word.
-    sums = np.cumsum(terms)
-    before = sums[starts] - terms[starts]
-    hashes = np.diff(before, append=sums[-1:]) * down[starts]
-    return _mixed(hashes), starts
+    lengths = np.flatnonzero(ends) - starts
+    # Four letters at a time, from wherever a word begins; what lies behind its end is masked.
+    fours: Words = np.ndarray((len(units) + 1,), dtype="<u8", buffer=letters.data, strides=(2,))
+    hashes = _mixed((fours[starts] & _MASKS[np.minimum(lengths, _LOAD)]) + lengths.astype(np.uint64) * _STEP)
+    for done in range(_LOAD, MAX_WORD_LETTERS, _LOAD):
+        longer = np.flatnonzero(lengths > done)
+        if not len(longer):
+            break
+        more = fours[starts[longer] + done] & _MASKS[np.minimum(lengths[longer] - done, _LOAD)]
+        hashes[longer] = _mixed(hashes[longer] * _STEP + more)
+    return hashes, starts, units
 
 
 def _mixed(hashes: Words) -> Words:
@@ -198,7 +229,7 @@ def _mixed(hashes: Words) -> Words:
 
 def _sums(words: Words) -> Words:
     """Running sums `[W + 1]` of the words, each times a power of its place."""
-    up, _ = _powers(_WORD_BASE, len(words))
+    up, _ = _powers(len(words))
     sums = np.zeros(len(words) + 1, dtype=np.uint64)
     np.cumsum(words * up[: len(words)], out=sums[1:])
     return sums
@@ -206,7 +237,7 @@ def _sums(words: Words) -> Words:
 
 def _passages_of(sums: Words, length: int) -> Words:
     """Hashes of all passages of so many words `[W - length + 1]`."""
-    _, down = _powers(_WORD_BASE, len(sums))
+    _, down = _powers(len(sums))
     return _mixed((sums[length:] - sums[:-length]) * down[: len(sums) - length])
 
 
@@ -219,17 +250,16 @@ def _index(hashes: list[Words], prompts: list[int]) -> _Passages:
     return _Passages(unique, np.array(prompts, dtype=np.int32)[first], may_be, shift)
 
 
-_tables: dict[int, tuple[Words, Words]] = {}
+_power_tables: list[tuple[Words, Words]] = []
 
 
-def _powers(base: int, count: int) -> tuple[Words, Words]:
+def _powers(count: int) -> tuple[Words, Words]:
     """Powers of an odd number and of its inverse, modulo 2^64."""
-    table = _tables.get(base)
-    if table is None or len(table[0]) < count:
-        size = max(1 << 16, 1 << (count - 1).bit_length())
-        inverse = pow(base, -1, 1 << 64)
-        table = _tables[base] = _power_table(base, size), _power_table(inverse, size)
-    return table
+    if not _power_tables or len(_power_tables[-1][0]) < count:
+        size = max(1 << 14, 1 << (count - 1).bit_length())
+        inverse = pow(_WORD_BASE, -1, 1 << 64)
+        _power_tables[:] = [(_power_table(_WORD_BASE, size), _power_table(inverse, size))]
+    return _power_tables[-1]
 
 
 def _power_table(base: int, size: int) -> Words:
@@ -239,27 +269,27 @@ def _power_table(base: int, size: int) -> Words:
 
 
 @cache
-def _break_word() -> Any:
-    words, _ = words_of(_BREAK)
-    return words[0]
+def _word(text: str) -> Any:
+    (word,) = words_of(text)
+    return word
 
 
 @cache
-def _letters() -> Words:
-    """For each code point the letter that it counts as: 0 for none, with the top bit set for a word of its own."""
-    table = np.zeros(sys.maxunicode + 1, dtype=np.uint64)
-    for code in range(0x40000):
+def _letters() -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.bool_]]:
+    """For each UTF-16 unit the letter that it counts as, 0 for none, and whether it is a word of its own."""
+    letters = np.zeros(1 << 16, dtype=np.uint16)
+    alone = np.zeros(1 << 16, dtype=np.bool_)
+    for code in range(1 << 16):
         char = chr(code)
         if unicodedata.category(char)[0] not in "LMN":
             continue
         plain = unicodedata.normalize("NFKC", char)
         plain = (plain if len(plain) == 1 else char).lower()
-        table[code] = ord(plain if len(plain) == 1 else char)
+        letters[code] = ord(plain if len(plain) == 1 and ord(plain) < 1 << 16 else char)
     for low, high in _UNSPACED:
-        span = table[low : high + 1]
-        span[span != 0] |= _SINGLE
-    table[ord(_BREAK)] = _SINGLE | np.uint64(0x7FFFFFFF)
-    return table
+        alone[low : high + 1] = letters[low : high + 1] != 0
+    letters[ord(_BREAK.strip())] = 0xFFFF
+    return letters, alone
 
 
 def _prompts(row: RawRow) -> Iterable[str]:

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from eyas.config import MergeConfig, MergeSource
-from eyas.data.canonical import Canonical, Drop, Form, canonical
+from eyas.data.canonical import Canonical, Form, canonical
 from eyas.data.files import STDIN, RawRow, Rows
 from eyas.data.leakage import Benchmarks
 from eyas.data.merge_receipt import Example, MergeReceipt, SourceReport, identity, printable
 from eyas.data.output import OutputFile
 from eyas.data.shuffle import Admit, Entry, Shuffle
 from eyas.data.sources import Reason
+from eyas.data.turns import Drop
 from eyas.errors import DataError
 from eyas.log import human_bytes, human_time
 
