@@ -434,6 +434,21 @@ def test_all_dead_for_long_is_unavailable_and_goes_on_later(setting: Setting, se
     assert receipt.answered == 50 and receipt.new_conversations == 50 - before == again.num_asked
 
 
+def test_conversations_of_several_turns_survive_faults_at_two_servers(setting: Setting, serve: Serve) -> None:
+    setting.write([asking(*(f"{i}.{turn}" for turn in range(1 + i % 3)), id=f"p{i}") for i in range(300)])
+    servers = [serve(now_and_then(0.15, seed)) for seed in (1, 2)]
+    receipt = setting.run(*(server.url for server in servers), max_attempts=20)
+    assert receipt.answered == 300 and not receipt.rejected and not receipt.ended_early
+    for row in setting.rows().values():
+        history: list[dict[str, Any]] = []
+        for message in row["messages"]:
+            if message["role"] == "assistant":
+                assert message == {"role": "assistant", "content": text_of(history)}
+            history.append(message)
+        assert row["input_ids"] == ids_of(history)[:-1]
+    assert all(n > 50 for n in receipt.endpoints.values())
+
+
 # Providers
 
 
