@@ -20,7 +20,7 @@ from eyas.generate.answers import rejects_path
 from eyas.generate.monitor import events_path, heartbeat_path
 from eyas.generate.receipt import RemoteReceipt
 from eyas.generate.remote import generate
-from eyas.generate.status import status
+from eyas.generate.status import is_answers, status
 from eyas.log import Progress
 from misbehaving_server import END, Act, Asked, MisbehavingServer, Script, error, ids_of, now_and_then, text_of
 
@@ -765,6 +765,15 @@ def test_progress_events_heartbeat_and_status_say_the_same(setting: Setting, ser
     found = status(setting.out)
     assert (found.planned, found.answered, found.rejected, found.pending) == (120, 120, 0, 0)
     assert "complete" in found.lines()[0]
+
+
+def test_other_files_are_not_taken_for_answers(setting: Setting, serve: Serve) -> None:
+    setting.ask(1)
+    assert not any(map(is_answers, (setting.prompts, setting.directory, Path(), setting.directory / "absent")))
+    setting.run(serve().url)
+    assert is_answers(setting.out)
+    heartbeat_path(setting.out).unlink()
+    assert is_answers(setting.out) and status(setting.out).answered == 1
 
 
 def test_full_disk_stops_the_run(setting: Setting, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import StoreError
-from eyas.generate.answers import rejects_path
+from eyas.generate.answers import LINE_START, rejects_path
 from eyas.generate.monitor import heartbeat_path
 from eyas.log import human_time
 from eyas.observe import heartbeat
@@ -81,8 +81,14 @@ class AnswersStatus:
 
 
 def is_answers(path: Path) -> bool:
-    """Whether `eyas generate` writes, or wrote, this file from servers."""
-    return path.is_file() or heartbeat_path(path).exists()
+    """Whether `eyas generate` writes, or wrote, this file."""
+    if path.name and heartbeat_path(path).exists():
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LINE_START)) == LINE_START
+    except OSError:
+        return False
 
 
 def status(out: Path) -> AnswersStatus:
