@@ -7,8 +7,8 @@ on how many processes worked. **Report**: what the mix is, and what a draft voca
 is done in this process, without files beside the table.
 
 A table that was made from the same lines with the same settings is left as it is. Memory: some chunks for each process,
-and 33 bytes per sample (its id, and which earlier sample it repeats); a million samples cost 33 MB. Samples that occur
-more than once are held while their masks are united.
+and 25 bytes per sample (its id, and which earlier sample it repeats), some 70 for a moment while equal ones are sought:
+a million samples cost 70 MB. Samples that occur more than once are held while their masks are united.
 
 An equal sample in both splits is held out: what evaluation sees must not have been trained on.
 """
