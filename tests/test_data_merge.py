@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from eyas import config as config_module
 from eyas.config import DataConfig, MergeConfig, MergeSource, TargetConfig
-from eyas.data import mixture, output, shuffle
+from eyas.data import mixture, output, shuffle, turns
 from eyas.data.canonical import canonical
 from eyas.data.files import RawRow
 from eyas.data.leakage import Benchmarks, words_of
@@ -100,8 +100,8 @@ def test_the_canonical_line_in_literal_bytes() -> None:
     result = canonical(RawRow(Path("a"), 1, row), "src", ("t",))
     assert result.line.decode() == (
         '{"id":"4a46a0aeeb2b98d560f0a0f78d6385ad","messages":[{"role":"system","content":"Be kind"},{"role":"user",'
-        '"content":"Hé/\\n"},{"role":"assistant","content":"","n":1e5,"tool_calls":[{"id":"1","function":{"arguments":'
-        '"{\\"b\\":1.0,\\"a\\":\\"\\\\u00e9\\"}","name":"f"}}]}],"tools":"[{\\"x\\":1e0,\\"a\\":\\"\\\\u00e9\\"}]",'
+        '"content":"Hé/\\n"},{"role":"assistant","content":"","tool_calls":[{"id":"1","function":{"arguments":'
+        '"{\\"b\\":1.0,\\"a\\":\\"\\\\u00e9\\"}","name":"f"}}],"n":1e5}],"tools":"[{\\"x\\":1e0,\\"a\\":\\"\\\\u00e9\\"}]",'
         '"source":"src","tags":["u","t"],"language":"fr","extra":"{\\"id\\":\\"x\\",\\"score\\":1.0,'
         '\\"big\\":12345678901234567890,\\"meta\\":{\\"k\\":[1,2.50]},\\"none\\":null}"}\n'
     )
@@ -145,6 +145,36 @@ def test_tools_arguments_and_unknown_fields_keep_their_own_bytes(
     assert other  # the row is JSON
     tight = row.replace(loose, compact)
     assert canonical(RawRow(Path("a"), 1, tight.encode()), "s").id == found.id
+
+
+TURN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "gpt", "tool", "system"])},
+    optional={
+        "tool_calls": st.sampled_from([None, [], "f()", [{"f": 1}], [{"function": {"arguments": {"a": "é/"}}}],
+                                       [{"arguments": ' {"b": [1.0]} '}], [{"function": {"arguments": "x"}}, {}]]),
+        "thinking": st.sampled_from(["", "t/é", None]),
+        "reasoning_content": st.sampled_from(["", "r\n", None]),
+        "name": st.sampled_from(["", "n", None]),
+        "tool_call_id": st.sampled_from(["", "1"]),
+        "content": st.sampled_from(["", "é/\n\"", None, "x"]),
+    },
+)  # fmt: skip
+
+
+@given(st.lists(TURN, min_size=1, max_size=3), st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=400, deadline=None)
+def test_the_short_way_gives_what_the_long_way_gives(turns_: list[dict[str, Any]], ascii: bool, rng: Any) -> None:
+    shuffled = [dict(rng.sample(sorted(turn.items()), len(turn))) for turn in turns_]
+    raw = json.dumps(shuffled, ensure_ascii=ascii).replace("é/", "é\\/").encode()
+    short = turns._short_way(raw, True)
+    try:
+        long = turns._long_way(turns._turns(raw, "messages"), True)
+    except Drop:
+        assert short is None
+    else:
+        assert short in (None, long)
+    plain = all(turn.get("content") and turn.keys() <= {"role", "content", "tool_call_id"} for turn in turns_)
+    assert short is not None or not plain or any(turn.get("tool_call_id") == "" for turn in turns_)
 
 
 def test_arguments_and_tools_that_are_text_already_stay_as_they_are() -> None:

@@ -121,9 +121,9 @@ def canonical(row: RawRow, source: str, tags: tuple[str, ...] = (), *, with_text
 
 def _canonical(fields: Fields, source: str, tags: tuple[str, ...], with_texts: bool, mended: bool) -> Canonical:
     present = {key: raw for key, raw in fields.items() if raw != b"null"} if b"null" in fields.values() else fields
-    ids_key = next((key for key in IDS_KEYS if key in present), None)
-    messages_key = next((key for key in MESSAGES_KEYS if key in present), None)
-    prompt_key = next((key for key in PROMPT_KEYS if key in present), None)
+    ids_key = _first_of(IDS_KEYS, present)
+    messages_key = _first_of(MESSAGES_KEYS, present)
+    prompt_key = _first_of(PROMPT_KEYS, present) if messages_key is None else None
     used: set[str] = set()
     conversation: Conversation | None = None
     form = Form.MESSAGES
@@ -181,6 +181,13 @@ def _canonical(fields: Fields, source: str, tags: tuple[str, ...], with_texts: b
         non_text=form is Form.MESSAGES and conversation is not None and conversation.non_text,
         mended=mended,
     )
+
+
+def _first_of(keys: tuple[str, ...], present: Fields) -> str | None:
+    for key in keys:
+        if key in present:
+            return key
+    return None
 
 
 def _parse(row: RawRow) -> tuple[Fields, bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -40,11 +39,21 @@ class Drop(Exception):
         self.detail = detail
 
 
-class _Turn(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """A turn of nothing but text."""
+_NO_CALLS = msgspec.Raw()
+_Said = str | msgspec.UnsetType
+
+
+class _Turn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """A turn as nearly all are; its fields in the order in which messages have them and the id knows them."""
 
     role: str
-    content: str
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    name: _Said = msgspec.UNSET
+    reasoning: _Said = msgspec.UNSET
+    reasoning_content: _Said = msgspec.UNSET
+    thinking: _Said = msgspec.UNSET
+    tool_call_id: _Said = msgspec.UNSET
+    tool_calls: msgspec.Raw = _NO_CALLS
 
 
 class _NamedTurn(msgspec.Struct, forbid_unknown_fields=True, gc=False, rename={"role": "from", "content": "value"}):
@@ -52,20 +61,11 @@ class _NamedTurn(msgspec.Struct, forbid_unknown_fields=True, gc=False, rename={"
     content: str
 
 
-class _FullTurn(_Turn, forbid_unknown_fields=True, gc=False):
-    """A turn of text with what else may be said in text; in the order in which the id knows them."""
-
-    name: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    thinking: str | msgspec.UnsetType = msgspec.UNSET
-    tool_call_id: str | msgspec.UnsetType = msgspec.UNSET
-
-
-_FULL_TURN_KEYS = {"name", "reasoning", "reasoning_content", "thinking", "tool_call_id"}
-_plain_turns = msgspec.json.Decoder(list[_Turn])
-_named_turns = msgspec.json.Decoder(list[_NamedTurn])
-_full_turns = msgspec.json.Decoder(list[_FullTurn])
+_NO_THOUGHTS = (msgspec.UNSET,) * 3
+_TEXT_KEYS = {"name", "reasoning", "reasoning_content", "thinking", "tool_call_id"}
+_FIRST_KEYS = _TEXT_KEYS | {"tool_calls"}
+_turns_of = msgspec.json.Decoder(list[_Turn])
+_named_turns_of = msgspec.json.Decoder(list[_NamedTurn])
 _pairs = msgspec.json.Decoder(list[tuple[str, str]])
 _ROLES: dict[bytes, tuple[str, bytes]] = {encode(name): (role, encode(role)) for name, role in ROLES.items()}
 
@@ -97,38 +97,50 @@ def conversation_of(present: Fields, key: str, used: set[str], with_texts: bool)
 
 
 def _short_way(raw: bytes, with_texts: bool) -> Conversation | None:
-    """What the long way gives, for turns of nothing but text; None where the long way is needed."""
+    """What the long way gives, for turns as nearly all are; None where the long way is needed."""
     try:
         if raw.find(b'"from"', 0, 64) < 0:
-            turns = _plain_turns.decode(raw)
+            turns = _turns_of.decode(raw)
         else:
-            turns = [_Turn(turn.role, turn.content) for turn in _named_turns.decode(raw)]
-        return _spoken(turns, with_texts)
-    except msgspec.ValidationError:
-        pass
-    try:
-        return _spoken(_full_turns.decode(raw), with_texts)
+            turns = [_Turn(turn.role, turn.content) for turn in _named_turns_of.decode(raw)]
     except msgspec.ValidationError:
         return None
-
-
-def _spoken(turns: Sequence[_Turn], with_texts: bool) -> Conversation | None:
     answered = False
+    said: list[_Turn] = []
+    differs = False
     for turn in turns:
         role = ROLES.get(turn.role)
         if role is None:
             return None
         turn.role = role
-        speaks = turn.content != ""
-        if isinstance(turn, _FullTurn):
-            fields = (turn.name, turn.reasoning, turn.reasoning_content, turn.thinking, turn.tool_call_id)
-            if "" in fields:
-                return None  # the id leaves it out, the message does not
-            speaks |= any(text is not msgspec.UNSET for text in fields[1:4])
-        answered |= speaks and role == "assistant"
+        known = turn
+        content, calls = turn.content, turn.tool_calls
+        thoughts = (turn.reasoning, turn.reasoning_content, turn.thinking)
+        if calls is not _NO_CALLS:
+            found = compact(bytes(calls))
+            if found == b"[]" or found[:1] != b"[":
+                return None
+            value, spelling = _calls(found)
+            turn.tool_calls = msgspec.Raw(value)
+            if spelling != value:
+                known = msgspec.structs.replace(turn, tool_calls=msgspec.Raw(spelling))
+        if "" in thoughts or turn.name == "" or turn.tool_call_id == "":
+            return None  # the message has it, the id has not
+        speaks = bool(content) or calls is not _NO_CALLS or thoughts != _NO_THOUGHTS
+        if not isinstance(content, str):
+            if not speaks and role != "assistant":
+                return None
+            known = msgspec.structs.replace(known, content="")
+        answered |= bool(speaks) and role == "assistant"
+        differs |= known is not turn
+        said.append(known)
+    if not turns:
+        return None
     messages = encode(turns)
-    texts = [turn.content for turn in turns if turn.role != "tool"] if with_texts else []
-    return Conversation(messages, messages, texts, answered) if turns else None
+    texts = (
+        [turn.content for turn in turns if turn.role != "tool" and isinstance(turn.content, str)] if with_texts else []
+    )
+    return Conversation(messages, encode(said) if differs else messages, texts, answered)
 
 
 def _with_system(present: Fields, turns: list[Fields]) -> set[str]:
@@ -168,45 +180,37 @@ def _turns(raw: bytes, key: str) -> list[Fields]:
 def one_turn(present: Fields, key: str, used: set[str], with_texts: bool) -> Conversation:
     """A prompt and, if there is one, its answer; either may be a list of messages already. Raises Drop."""
     answer_key = next((name for name in ANSWER_KEYS if present.get(name, b"")[:1] in (b'"', b"[")), None)
-    turns: list[Fields] = []
-    prompt = present[key]
-    if prompt[:1] == b"[":
-        turns += _turns(prompt, key)
-    elif prompt[:1] == b'"':
-        if key == "instruction" and present.get("input", b"")[:1] == b'"':
-            used.add("input")
-            given = a_text.decode(present["input"])
-            prompt = encode(a_text.decode(prompt) + "\n\n" + given) if given.strip() else prompt
-        if not a_text.decode(prompt).strip():
-            raise Drop(Reason.EMPTY_TEXT, f"'{key}' is empty")
-        turns += _history(present, used)
-        turns.append({"role": b'"user"', "content": prompt})
-    else:
-        raise Drop(Reason.WRONG_TYPE, f"'{key}' is {kind_of(prompt)}")
-    if answer_key is not None:
-        answer = present[answer_key]
-        if answer[:1] == b"[":
-            turns += _turns(answer, answer_key)
-        elif answer != b'""':
-            turns.append({"role": b'"assistant"', "content": answer})
-        used.add(answer_key)
-    if not turns:
+    used |= {key} if answer_key is None else {key, answer_key}
+    prompt, answer = present[key], b'""' if answer_key is None else present[answer_key]
+    asked = _turns(prompt, key) if prompt[:1] != b'"' else _asked(present, key, used)
+    if answer[:1] == b"[":
+        asked += _turns(answer, str(answer_key))
+    elif answer != b'""':
+        asked.append({"role": b'"assistant"', "content": answer})
+    if not asked:
         raise Drop(Reason.EMPTY_CONVERSATION, f"'{key}' is empty")
-    used |= {key, *_with_system(present, turns)}
-    return _long_way(turns, with_texts)
+    used |= _with_system(present, asked)
+    return _long_way(asked, with_texts)
 
 
-def _history(present: Fields, used: set[str]) -> list[Fields]:
-    """Earlier turns as pairs of a question and its answer; anything else stays among the other fields."""
-    if "history" not in present:
-        return []
-    try:
-        pairs = _pairs.decode(present["history"])
-    except msgspec.ValidationError:
-        return []
-    used.add("history")
-    names = (b'"user"', b'"assistant"')
-    return [{"role": role, "content": encode(said)} for pair in pairs for role, said in zip(names, pair, strict=True)]
+def _asked(present: Fields, key: str, used: set[str]) -> list[Fields]:
+    """The turns up to the prompt: earlier ones as pairs of a question and its answer, then what is asked now."""
+    prompt = present[key]
+    if key == "instruction" and present.get("input", b"")[:1] == b'"':
+        used.add("input")
+        if (given := a_text.decode(present["input"])).strip():
+            prompt = encode(f"{a_text.decode(prompt)}\n\n{given}")
+    if not a_text.decode(prompt).strip():
+        raise Drop(Reason.EMPTY_TEXT, f"'{key}' is empty")
+    turns: list[Fields] = []
+    if "history" in present:
+        # Anything but pairs of texts stays among the other fields.
+        with contextlib.suppress(msgspec.ValidationError):
+            for question, answer in _pairs.decode(present["history"]):
+                turns.append({"role": b'"user"', "content": encode(question)})
+                turns.append({"role": b'"assistant"', "content": encode(answer)})
+            used.add("history")
+    return [*turns, {"role": b'"user"', "content": prompt}]
 
 
 def _role(turn: Fields, number: int) -> tuple[str, bytes]:
@@ -224,13 +228,19 @@ def _role(turn: Fields, number: int) -> tuple[str, bytes]:
 def _message(result: Conversation, turn: Fields, number: int, with_texts: bool) -> tuple[bytes, bytes]:
     """One message and the message as the id knows it; what is said about the conversation goes to `result`.
 
-    Its role and content come first, then the other fields of a turn of text, then all others as they stand.
+    Its role and content come first, then the other fields of `_Turn`, then all others as they stand.
     """
     role, role_json = _role(turn, number)
     role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
     content = turn.get(content_key, b"")
     head = b'{"role":' + role_json
     first = content[:1]
+    if first == b'"' and len(turn) == 2 and not with_texts:
+        # A turn of nothing but text among others.
+        content = string(content)
+        result.answered |= role == "assistant" and content != b'""'
+        message = head + b',"content":' + content + b"}"
+        return message, message
     if first == b'"':
         content = string(content)
         if with_texts and role != "tool":
@@ -245,11 +255,11 @@ def _message(result: Conversation, turn: Fields, number: int, with_texts: bool) 
     speaks = bool(content) and content not in (b"null", b'""')
     others: list[tuple[bytes, bytes, bytes]] = []
     keys = turn.keys() - {role_key, content_key}
-    for key in sorted(keys & _FULL_TURN_KEYS) + [key for key in turn if key in keys - _FULL_TURN_KEYS]:
+    for key in sorted(keys & _FIRST_KEYS) + [key for key in turn if key in keys - _FIRST_KEYS]:
         raw = turn[key]
         if raw[:1] == b'"':
             value = spelling = string(raw)
-            if key not in _FULL_TURN_KEYS:
+            if key not in _TEXT_KEYS:
                 value = raw
         else:
             value = compact(raw)
