@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,14 @@ def test_row_id_depends_on_content_and_settings_and_not_on_the_place(tmp_path: P
         (("\n", "  \n"), "empty file"),
         ((asking("a"), '{"messages": [\n'), ":2: broken JSON"),
         ((asking("a"), "\n", "[1]\n"), ":3: not a JSON object"),
-        (({"text": "a"},), ":1: 'messages' must be"),
+        (({"txt": "a"},), ":1: 'messages' must be"),
         (({"messages": []},), ":1: 'messages' must be"),
         (({"messages": ["a"]},), ":1: 'messages' must be"),
         ((asking("a", tags=7),), ":1: 'tags' must be a list"),
-        ((asking("a", tools="f"),), ":1: 'tools' must be a list"),
+        ((asking("a", tools="f"),), ":1: 'tools' is text, but not JSON"),
+        ((asking("a", tools='{"a": 1}'),), ":1: 'tools' must be a list"),
         (('{"messages": [{"role": "user", "content": "\\ud83d"}]}\n',), ":1: half of a surrogate pair"),
-        (("[" * 100_000,), ":1: broken JSON"),
+        (("[" * 100_000,), ":1: the JSON array has no end"),
         (('{"messages": ' + "9" * 5000 + "}\n",), ":1: broken JSON"),
     ],
 )
@@ -89,7 +91,7 @@ def test_unreadable_file_is_one_line_that_says_where(tmp_path: Path, rows: tuple
 
 
 def test_missing_file_and_bad_bytes(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no such file; check generate\.prompts"):
+    with pytest.raises(DataError, match=r"No such file or directory; check generate\.prompts"):
         read(tmp_path / "nowhere.jsonl")
     (tmp_path / "bytes.jsonl").write_bytes(b'{"messages": "\xff"}\n')
     with pytest.raises(DataError, match=r"bytes\.jsonl:1: invalid UTF-8"):
@@ -162,3 +164,15 @@ def test_demo_prompts_are_varied_and_complete() -> None:
         assert "long" in row.tags or words < 200, (row.prompt_id, words)
     assert sum(row.num_turns > 1 for row in rows) >= 8
     assert min(len(content.split()) for content in contents if content.isascii()) <= 4
+
+
+def test_a_merged_file_compressed_and_with_tools_as_text(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"b": 1.0, "a": 2}}}]
+    plain = written(tmp_path, asking("a", tools=tools), asking("b"))
+    merged = tmp_path / "merged.jsonl.gz"
+    rows = [asking("a", tools=json.dumps(tools)), asking("b"), {"text": "once"}, {"input_ids": [1], "loss_mask": [1]}]
+    merged.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    found = read(merged)
+    assert [p.row_id for p in found.answerable] == [p.row_id for p in read(plain).answerable]
+    assert found.answerable[0].tools == tuple(tools)
+    assert [(r.line, r.reason) for r in found.rejects] == [(3, "no_messages"), (4, "no_messages")]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.config import GenerateConfig
+from eyas.data.files import RawRow, broken_json, open_rows
 from eyas.errors import DataError
 from eyas.generate.rows import Known, RowTable
 from eyas.records import canonical_json, digest_bytes
@@ -20,6 +21,9 @@ NO_USER_TURN = "no_user_turn"
 STARTS_WITH_ASSISTANT = "starts_with_assistant"
 BAD_MESSAGE = "bad_message"
 DUPLICATE = "duplicate"
+NO_MESSAGES = "no_messages"
+WITHOUT_TURNS = ("text", "input_ids", "token_ids")
+"""Keys of rows that are samples already: there is nobody to ask anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +115,9 @@ def iter_prompts(
     settings = canonical_json([dict(sampling), dict(target)])
     repeats: Counter[str] = Counter()
     for line, row in _rows(path):
-        given = row["messages"]
-        messages = tuple({"role": "assistant"} if is_assistant(m) else dict(m) for m in given)
+        messages = tuple({"role": "assistant"} if is_assistant(m) else dict(m) for m in row.get("messages") or ())
         tools = tuple(row.get("tools") or ())
-        row_id = digest_bytes(ROW_TAG, canonical_json([messages, tools]), settings)
+        row_id = digest_bytes(ROW_TAG, canonical_json([messages, tools] if messages else row), settings)
         if rows.add(row_id, mark) & mark:
             # The repetition gets a name of its own, so that its reject is a row like any other.
             repeats[row_id] += 1
@@ -142,42 +145,35 @@ def iter_prompts(
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    empty = True
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    empty = False
-                    yield number, _row(path, number, line.rstrip(b"\n"))
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; check generate.prompts") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}; check generate.prompts") from None
-    if empty:
-        raise DataError(f"{path}: empty file; generate.prompts needs one JSON object with 'messages' per line")
+    for raw in open_rows([path], field="generate.prompts"):
+        yield raw.number, _row(raw)
 
 
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    where = f"{path}:{number}"
+def _row(raw: RawRow) -> dict[str, Any]:
+    where = str(raw.where)
     try:
-        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: invalid UTF-8 at byte {error.start} of the line") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: broken JSON: {error.msg} at character {error.pos}") from None
+        row = json.loads(raw.data)
     except (ValueError, RecursionError) as error:
-        # A number with thousands of digits, or brackets without end.
-        raise DataError(f"{where}: broken JSON: {error}") from None
+        raise broken_json(raw, error) from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: not a JSON object; each line is an object with 'messages'")
     messages = row.get("messages")
+    if messages is None and any(row.get(key) is not None for key in WITHOUT_TURNS):
+        return row
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise DataError(f"{where}: 'messages' must be a list of {{role, content}} objects, not empty")
-    for key in ("tags", "tools"):
-        if not isinstance(row.get(key), (list, str, type(None))) or (key == "tools" and isinstance(row.get(key), str)):
-            raise DataError(f"{where}: '{key}' must be a list")
+    if isinstance(row.get("tools"), str):
+        # As `data merge` keeps them.
+        try:
+            row["tools"] = json.loads(row["tools"])
+        except ValueError:
+            raise DataError(f"{where}: 'tools' is text, but not JSON") from None
+    if not isinstance(row.get("tools"), (list, type(None))):
+        raise DataError(f"{where}: 'tools' must be a list")
+    if not isinstance(row.get("tags"), (list, str, type(None))):
+        raise DataError(f"{where}: 'tags' must be a list")
     try:
-        if b"\\u" in line:
+        if b"\\u" in raw.data:
             canonical_json(row)
     except UnicodeEncodeError:
         raise DataError(f"{where}: half of a surrogate pair (an escape like \\ud83d alone) is no text") from None
@@ -185,6 +181,8 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _problem(messages: tuple[dict[str, Any], ...]) -> tuple[str, str] | None:
+    if not messages:
+        return NO_MESSAGES, f"a row of {' or '.join(WITHOUT_TURNS)}, which 'eyas prepare' takes as it is"
     roles = [m.get("role") for m in messages]
     for number, message in enumerate(messages, start=1):
         if not isinstance(message.get("role"), str):
