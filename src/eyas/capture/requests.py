@@ -50,7 +50,7 @@ class Slot:
 TOO_LONG, DUPLICATE = "too_long", "duplicate"
 TAKES_IN_FLIGHT = 4
 MAX_IN_FLIGHT_SAMPLES = 4096
-"""What is kept of a sample beside its states takes some kilobytes: many tiny ones would take far more than the quota."""
+"""What is kept of a sample beside its states takes some kilobytes: tiny ones would take far more than the quota."""
 UNSENT_WAITING = 1024
 """So many samples that the engine never sees may wait for the caller to settle them."""
 

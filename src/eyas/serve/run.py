@@ -104,7 +104,7 @@ def _make_staging(staging: Path) -> None:
         raise ConfigError(f"serve.staging: {staging}: {error.strerror}; name a directory in shared memory") from None
     if not os.access(staging, os.W_OK | os.X_OK, effective_ids=True):
         raise ConfigError(
-            f"serve.staging: {staging} belongs to uid {staging.stat().st_uid} and uid {os.geteuid()} may not write there"
+            f"serve.staging: {staging} belongs to uid {staging.stat().st_uid}; uid {os.geteuid()} may not write there"
         )
 
 
