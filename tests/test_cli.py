@@ -177,7 +177,7 @@ def test_merge(run_file: Path) -> None:
         (["capture", "run.toml", "data.samples=."], 2, "is a directory"),
         (["capture", "run.toml", "capture.out=garbage.toml"], 2, "is a file; choose another directory"),
         (["capture", "run.toml", "data.samples=garbage.toml"], 1, "garbage.toml"),
-        (["prepare", "run.toml", "data.sources=absent.jsonl"], 2, "absent.jsonl is not there"),
+        (["prepare", "run.toml", "data.sources=absent.jsonl"], 2, "absent.jsonl: No such file or directory"),
         (["capture", "run.toml", "engine.extra.a=1", "engine.extra.a.b=2"], 2, "can hold no fields"),
         (["capture", "run.toml", 'engine.extra.faults=[{kind="refused", every=0}]'], 2, "engine.extra.faults.0.every"),
         (["capture", "run.toml", 'capture.tags=["none"]'], 1, "no sample matches"),

@@ -31,12 +31,13 @@ from eyas import config as config_module
 from eyas.config import DataConfig, MergeConfig, MergeSource, TargetConfig
 from eyas.data import mixture, output, shuffle, turns
 from eyas.data.canonical import canonical
-from eyas.data.files import RawRow
+from eyas.data.files import RawRow, lines_of, open_rows
 from eyas.data.leakage import Benchmarks, words_of
 from eyas.data.merge import merge, report_path
 from eyas.data.merge_receipt import MergeReceipt
 from eyas.data.prepare import prepare
-from eyas.data.sources import DroppedRow, Row, read_rows
+from eyas.data.sources import DroppedRow, Row
+from eyas.data.sources import rows_of as source_rows
 from eyas.data.table import SampleTable
 from eyas.data.turns import Drop
 from eyas.errors import ConfigError, DataError, OutOfSpace
@@ -494,7 +495,11 @@ def test_prompts_and_more_than_text_are_kept_and_told(tmp_path: Path) -> None:
     assert (receipt.num_kept, receipt.num_unanswered, receipt.num_non_text) == (2, 1, 1)
     assert receipt.next_command == "eyas generate"
     assert image in [row["messages"][0] for row in rows_of(tmp_path / "out.jsonl")]
-    dropped = [row for row in read_rows([tmp_path / "out.jsonl"]) if isinstance(row, DroppedRow)]
+    dropped = [
+        row
+        for row in source_rows(lines_of(open_rows([tmp_path / "out.jsonl"], field="f")))
+        if isinstance(row, DroppedRow)
+    ]
     assert {str(row.reason) for row in dropped} == {"no_assistant_turn", "non_text_content"}
 
 
@@ -524,7 +529,11 @@ def test_a_merged_file_gives_the_samples_of_its_sources(tmp_path: Path) -> None:
     before, after = samples(source), samples(tmp_path / "out.jsonl")
     assert before == after
     assert len(after) == 5
-    ids = {row.conversation_id for row in read_rows([tmp_path / "out.jsonl"]) if isinstance(row, Row)}
+    ids = {
+        row.conversation_id
+        for row in source_rows(lines_of(open_rows([tmp_path / "out.jsonl"], field="f")))
+        if isinstance(row, Row)
+    }
     assert ids == {row["id"] for row in rows_of(tmp_path / "out.jsonl")}
 
 
@@ -829,7 +838,7 @@ def test_the_command_reads_standard_input_and_says_what_comes_next(tmp_path: Pat
 
 def test_errors_of_the_command_are_one_line_and_its_exit_code(tmp_path: Path) -> None:
     for sources, code, words in [
-        ('[{path = "*.nothing"}]', 1, "merge.sources[0].path: the pattern"),
+        ('[{path = "*.nothing"}]', 2, "merge.sources[0].path: the pattern"),
         ("[]", 2, "merge.sources is empty"),
     ]:
         process = eyas("data", "merge", str(toml(tmp_path, sources)))

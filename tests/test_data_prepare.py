@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import multiprocessing
@@ -15,7 +16,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -239,7 +243,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path: Path, target: Path) 
         bad.unlink(missing_ok=True)
         if content is not None:
             bad.write_bytes(content)
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError if content is not None else ConfigError) as error:
             prepare(data, TargetConfig(path=target), Progress(stream=io.StringIO()))
         assert expected in str(error.value)
         assert str(bad) in str(error.value)
@@ -360,3 +364,27 @@ def test_the_room_imports_neither_torch_nor_transformers() -> None:
         "sys.exit(bool({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_form_of_file_gives_the_same_samples(tmp_path: Path, target: Path) -> None:
+    rows = [chat(f"question {n}", f"answer {n}") for n in range(30)]
+    plain = write(tmp_path / "plain.jsonl", rows)
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "0.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes().split(b"\n", 10)[0] + b"\n"))
+    (packed / "1.json").write_text(json.dumps(rows[1:15]))
+    pq.write_table(pa.Table.from_pylist(rows[15:25]), packed / "2.parquet")
+    (packed / "3.zst").write_bytes(zstandard.compress("\n".join(map(json.dumps, rows[25:])).encode()))
+    tables = []
+    for name, source in (("a", plain), ("b", packed / "*")):
+        config = DataConfig(sources=(source,), samples=tmp_path / f"{name}.parquet", workers=1)
+        receipt = prepare(config, TargetConfig(path=target), Progress(stream=io.StringIO()))
+        assert receipt.table.num_input == receipt.table.num_kept == 30
+        tables.append([s.sample_id for s in SampleTable.open(tmp_path / f"{name}.parquet").samples()])
+    assert tables[0] == tables[1]
+    with pytest.raises(ConfigError, match=r"data\.sources: the pattern '.*\*\.txt' matches no file"):
+        prepare(
+            DataConfig(sources=(packed / "*.txt",), samples=tmp_path / "c.parquet"),
+            TargetConfig(path=target),
+            Progress(stream=io.StringIO()),
+        )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.config import GenerateConfig
-from eyas.errors import DataError
+from eyas.errors import ConfigError, DataError
 from eyas.generate.prompts import Prompts, read_prompts, sampling_of
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo" / "prompts.jsonl"
@@ -91,7 +91,7 @@ def test_unreadable_file_is_one_line_that_says_where(tmp_path: Path, rows: tuple
 
 
 def test_missing_file_and_bad_bytes(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"No such file or directory; check generate\.prompts"):
+    with pytest.raises(ConfigError, match=r"^generate\.prompts: .*: No such file or directory"):
         read(tmp_path / "nowhere.jsonl")
     (tmp_path / "bytes.jsonl").write_bytes(b'{"messages": "\xff"}\n')
     with pytest.raises(DataError, match=r"bytes\.jsonl:1: invalid UTF-8"):

@@ -21,6 +21,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
+import transformers
 
 from eyas.capture.requests import Batch
 from eyas.config import EngineConfig, TargetConfig
@@ -155,6 +156,14 @@ def wait_ready(work: Path, process: subprocess.Popen[str], said: list[str], rest
     raise AssertionError(said[-30:])
 
 
+def schedulers(server_pid: int) -> list[int]:
+    """The scheduler processes among a server's children."""
+    children = [pid for path in Path(f"/proc/{server_pid}/task").glob("*/children") for pid in path.read_text().split()]
+    found = [int(pid) for pid in children if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert found
+    return found
+
+
 def capture(work: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [EYAS, "capture", "run.toml", *overrides, "--json"]
     return subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=600, check=False)
@@ -238,6 +247,40 @@ def test_a_second_run_asks_nothing(work: Path, captured: dict[str, Any]) -> None
     assert again["captured_tokens"] == 0 and again["data_digest"] == captured["data_digest"]
 
 
+def test_answers_keep_the_token_ids_that_the_server_wrote(work: Path, captured: dict[str, Any]) -> None:
+    """`eyas generate` from the same server, two turns each, and `prepare` takes the ids as they are."""
+    questions = ["Name a bird of prey.", "What is 2 + 3?", "Say hello in French."]
+    rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant"}, {"role": "user", "content": "Why?"}]}
+            for q in questions]  # fmt: skip
+    (work / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [
+        "generate.prompts=prompts.jsonl", "generate.out=answers.jsonl", f"generate.endpoints=['{URL}/v1']",
+        "generate.max_new_tokens=24", "generate.keep_cut=true", "data.sources=['answers.jsonl']",
+        "data.samples=answers.parquet", "data.workers=1",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [EYAS, "generate", "run.toml", *settings, "--json"], cwd=work, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    receipt = json.loads(done.stdout)
+    assert receipt["planned"] == receipt["answered"] == 3 and receipt["retokenized"] == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TARGET)
+    answers = [json.loads(line) for line in (work / "answers.jsonl").read_text().splitlines()]
+    for row in answers:
+        written = [
+            i for i, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own and i != tokenizer.eos_token_id
+        ]
+        said = "".join(m["content"] for m in row["messages"] if m["role"] == "assistant")
+        assert tokenizer.decode(written) == said
+    prepared = subprocess.run(
+        [EYAS, "prepare", "run.toml", *settings, "--json"], cwd=work, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert prepared.returncode == 0, prepared.stderr
+    assert json.loads(prepared.stdout)["mask_methods"] == {"given": 3}
+
+
 def test_two_clients_share_the_quota(work: Path, captured: dict[str, Any]) -> None:
     results: list[subprocess.CompletedProcess[str]] = []
     threads = [
@@ -304,8 +347,8 @@ def test_the_server_is_killed_in_mid_run_and_the_run_goes_on(
     while not list((work / "survivor").glob("records/*.json")) and time.monotonic() < deadline:
         time.sleep(0.05)
     beat = json.loads((work / "states/server/heartbeat.json").read_bytes())
-    killed = subprocess.run(["pkill", "-9", "-f", "sglang::scheduler"], check=False).returncode
-    assert killed == 0
+    for pid in schedulers(beat["server_pid"]):
+        os.kill(pid, signal.SIGKILL)
     thread.join()
     assert results[0].returncode == 0, results[0].stderr
     receipt = json.loads(results[0].stdout)

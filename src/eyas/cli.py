@@ -154,9 +154,6 @@ def prepare(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) 
     progress = _first_line("prepare", run)
     tree = config.load(run, overrides or ())
     _stop_by_exception()
-    for source in tree.data.sources:
-        if not source.exists() or source.is_dir():
-            raise ConfigError(f"data.sources: {source} is {'a directory' if source.is_dir() else 'not there'}")
     from eyas.data.prepare import prepare as stage
 
     receipt = stage(tree.data, tree.target, progress)

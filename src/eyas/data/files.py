@@ -17,7 +17,7 @@ from __future__ import annotations
 import glob
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +25,12 @@ from typing import Any, BinaryIO, cast
 
 import msgspec
 
-from eyas.data.sources import MAX_LINE_BYTES, Where
-from eyas.errors import DataError
+from eyas.data.sources import Where
+from eyas.errors import ConfigError, DataError
 
 STDIN = Path("-")
+MAX_LINE_BYTES = 64 << 20
+"""A longer line is no conversation, but a file that is not JSONL."""
 CHUNK_BYTES = 1 << 20
 PARQUET_BATCH_ROWS = 128
 
@@ -80,8 +82,8 @@ def broken_json(row: RawRow, error: Exception) -> DataError:
 def find_files(paths: Sequence[Path], *, field: str) -> tuple[Path, ...]:
     """The files that paths and patterns name, each once, those of one pattern sorted; `-` stays.
 
-    DataError, one line that names the file and `field`: a pattern without a match, a file that is missing, empty or a
-    directory.
+    ConfigError, one line that names `field` and the file: a pattern without a match, a file that is missing or a
+    directory; DataError for one that is empty.
     """
     files: dict[Path, None] = {}
     for path in paths:
@@ -93,7 +95,7 @@ def find_files(paths: Sequence[Path], *, field: str) -> tuple[Path, ...]:
             continue
         matches = sorted(match for match in map(Path, glob.glob(str(path), recursive=True)) if not match.is_dir())  # noqa: PTH207 - it knows `**`, and absolute patterns
         if not matches:
-            raise DataError(f"{field}: the pattern '{path}' matches no file")
+            raise ConfigError(f"{field}: the pattern '{path}' matches no file")
         files.update(dict.fromkeys(matches))
     for path in files:
         if path != STDIN:
@@ -105,9 +107,9 @@ def _check(path: Path, field: str) -> None:
     try:
         stat = path.stat()
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}; check {field}") from None
+        raise ConfigError(f"{field}: {path}: {error.strerror or error}") from None
     if path.is_dir():
-        raise DataError(f"{path}: is a directory; name its files in {field}, '{path}/*.jsonl' say")
+        raise ConfigError(f"{field}: {path} is a directory; name its files, '{path}/*.jsonl' say")
     if path.is_file() and stat.st_size == 0:
         raise DataError(f"{path}: empty file; take it out of {field}")
 
@@ -115,6 +117,12 @@ def _check(path: Path, field: str) -> None:
 def open_rows(paths: Sequence[Path], *, field: str) -> Rows:
     """All rows of the files that `paths` name, in order; see `find_files` for what is refused at once."""
     return Rows(find_files(paths, field=field))
+
+
+def lines_of(rows: Iterable[RawRow]) -> Iterator[tuple[Where, bytes]]:
+    """Rows as lines of JSONL; only a last line that may be cut off has no end."""
+    for row in rows:
+        yield row.where, row.data if row.is_last else row.data + b"\n"
 
 
 class Rows:

@@ -31,6 +31,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from eyas.config import DataConfig, TargetConfig
+from eyas.data.files import Rows, find_files, lines_of
 from eyas.data.parts import (
     CHUNK_BYTES,
     MAX_EXAMPLES,
@@ -51,7 +52,7 @@ from eyas.data.parts import (
 from eyas.data.render import check_options
 from eyas.data.report import Report, load_report, make_report, write_report
 from eyas.data.rules import patterns
-from eyas.data.sources import Reason, Where, check_sources, read_lines
+from eyas.data.sources import Reason, Where
 from eyas.data.split import HELD_OUT
 from eyas.data.table import SampleTable, TableMetadata, TableWriter, samples_of
 from eyas.data.template import check_target, tokenizer_digest
@@ -208,15 +209,16 @@ def prepare(data: DataConfig, target: TargetConfig, progress: Progress) -> Prepa
     """
     started = time.monotonic()
     if not data.sources:
-        raise ConfigError("data.sources is not set; name at least one JSONL file of conversations")
+        raise ConfigError("data.sources is not set; name at least one file of conversations")
     if data.samples is None:
         raise ConfigError("data.samples is not set; name the sample table to be written, samples.parquet say")
-    if data.samples.resolve() in {path.resolve() for path in data.sources}:
+    sources = find_files(data.sources, field="data.sources")
+    if data.samples.resolve() in {path.resolve() for path in sources}:
         raise ConfigError(f"data.samples: {data.samples} is one of data.sources")
     patterns(data.ignore)
     check_options(data.template_options)
     check_target(target)
-    run = _Run(data, target, progress, total_bytes=check_sources(data.sources), started=started)
+    run = _Run(data, target, progress, sources, started=started)
     found = run.unchanged()
     if found is not None:
         return run.receipt(found)
@@ -251,7 +253,7 @@ class _Run:
     """One `prepare`: parts first, then the table of them."""
 
     def __init__(
-        self, data: DataConfig, target: TargetConfig, progress: Progress, *, total_bytes: int, started: float
+        self, data: DataConfig, target: TargetConfig, progress: Progress, sources: tuple[Path, ...], *, started: float
     ) -> None:
         assert data.samples is not None and target.path is not None
         self.data = data
@@ -261,8 +263,10 @@ class _Run:
         self.progress = progress
         self.started = started
         self.settings_digest = settings_of(data, target)
-        self._total_bytes = total_bytes
-        self._all_files = all(path.is_file() for path in data.sources)
+        self._sources = sources
+        self._rows = Rows(sources)
+        total_bytes = self._rows.total_bytes
+        self._all_files = all(path.is_file() for path in sources)
         self.num_workers = data.workers or _default_workers(total_bytes)
         store = PartStore(data.samples)
         big = self.num_workers > 1 or total_bytes > CHUNK_BYTES or not self._all_files
@@ -271,7 +275,6 @@ class _Run:
         self._input = InputDigest()
         self._parts: list[tuple[Path, str | bytes]] = []
         self._num_reused = 0
-        self._num_bytes = 0
         self._about: AboutTemplate | None = None
 
     def unchanged(self) -> SampleTable | None:
@@ -287,7 +290,7 @@ class _Run:
             return None
         found = InputDigest()
         num_bytes = 0
-        for chunk in chunks_of(read_lines(self.data.sources)):
+        for chunk in chunks_of(lines_of(Rows(self._sources))):
             found.update(chunk)
             num_bytes += chunk.num_bytes
             if self.progress.due():
@@ -332,7 +335,7 @@ class _Run:
 
     def _chunks(self, waiting: deque[_Waiting]) -> Iterator[Chunk]:
         try:
-            yield from chunks_of(read_lines(self.data.sources))
+            yield from chunks_of(lines_of(self._rows))
         except DataError:
             # What is wrong before that place is told first, however many processes there are.
             while waiting:
@@ -348,7 +351,6 @@ class _Run:
             facts = facts.result()
         self._facts.add(facts)
         self._parts.append((made.chunk.path, made.part))
-        self._num_bytes += made.chunk.num_bytes
         self._show()
 
     def join(self, out: TableWriter) -> None:
@@ -496,10 +498,10 @@ class _Run:
             f"prepare: {facts.num_input:,} rows, {sum(facts.dropped.values()):,} dropped, "
             f"{facts.num_tokens:,} tokens, {rate:,.0f} tokens/s"
         )
-        if self._total_bytes and self._num_bytes:
-            share = min(self._num_bytes / self._total_bytes, 1.0)
+        if self._rows.total_bytes and self._rows.consumed_bytes:
+            share = min(self._rows.consumed_bytes / self._rows.total_bytes, 1.0)
             left = human_time(elapsed * (1 - share) / share)
-            line += f", {share:.0%} of {human_bytes(self._total_bytes)}, {left} left"
+            line += f", {share:.0%} of {human_bytes(self._rows.total_bytes)}, {left} left"
         self.progress.show(line)
 
 

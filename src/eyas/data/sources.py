@@ -18,7 +18,7 @@ of no use is a `DroppedRow` with a reason.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -30,9 +30,6 @@ import numpy.typing as npt
 from eyas.data.split import MAX_LANGUAGE_CHARS, script_of
 from eyas.errors import DataError
 from eyas.records import TokenIds, as_token_ids, canonical_json, digest_bytes
-
-MAX_LINE_BYTES = 64 << 20
-"""A longer line is no conversation, but a file that is not JSONL."""
 
 ROLES: Mapping[str, str] = {
     "system": "system",
@@ -164,41 +161,6 @@ class _Drop(Exception):
         self.detail = detail
 
 
-def check_sources(paths: Sequence[Path]) -> int:
-    """Bytes of all sources together; DataError for the first that is missing, a directory or empty."""
-    total = 0
-    for path in paths:
-        try:
-            stat = path.stat()
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror or error}; check data.sources") from None
-        if path.is_dir():
-            raise DataError(f"{path}: is a directory; name its JSONL files in data.sources")
-        if path.is_file() and stat.st_size == 0:
-            raise DataError(f"{path}: empty file")
-        total += stat.st_size
-    return total
-
-
-def read_rows(paths: Sequence[Path]) -> Iterator[Row | DroppedRow]:
-    """Every non-blank line of the sources, in order. Memory: one line.
-
-    DataError, one line that names file and line: cannot be read, no row at all, invalid UTF-8, broken JSON.
-    """
-    return rows_of(read_lines(paths))
-
-
-def read_lines(paths: Sequence[Path]) -> Iterator[tuple[Where, bytes]]:
-    """Every non-blank line of the sources, in order; DataError for one that cannot be read or has none."""
-    for path in paths:
-        empty = True
-        for line in _lines(path):
-            empty = False
-            yield line
-        if empty:
-            raise DataError(f"{path}: empty file: nothing but blank lines")
-
-
 def rows_of(lines: Iterable[tuple[Where, bytes]]) -> Iterator[Row | DroppedRow]:
     """What each line says, wherever the lines come from; DataError for invalid UTF-8 and broken JSON."""
     for where, line in lines:
@@ -208,24 +170,6 @@ def rows_of(lines: Iterable[tuple[Where, bytes]]) -> Iterator[Row | DroppedRow]:
             yield DroppedRow(where, len(line), drop.reason, drop.detail)
         except RecursionError:
             yield DroppedRow(where, len(line), Reason.WRONG_TYPE, "nested too deeply")
-
-
-def _lines(path: Path) -> Iterator[tuple[Where, bytes]]:
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    raise DataError(
-                        f"{path}:{number}: longer than {MAX_LINE_BYTES >> 20} MiB; JSONL has one object per line"
-                    )
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if not line.isspace() and line:
-                    yield Where(path, number), line
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _row(where: Where, line: bytes) -> Row:
@@ -256,9 +200,7 @@ def _parse(where: Where, line: bytes) -> Any:
         raise DataError(f"{where}: invalid UTF-8 at byte {error.start} of the line") from None
     except json.JSONDecodeError as error:
         hint = ""
-        if where.line == 1 and line.lstrip().startswith(b"["):
-            hint = "; a JSON array? JSONL has one object per line"
-        elif not line.endswith(b"\n"):
+        if not line.endswith(b"\n"):
             hint = "; the last line, perhaps cut off"
         raise DataError(f"{where}: broken JSON: {error.msg} at character {error.pos}{hint}") from None
     except ValueError as error:
