@@ -388,3 +388,15 @@ def test_every_form_of_file_gives_the_same_samples(tmp_path: Path, target: Path)
             TargetConfig(path=target),
             Progress(stream=io.StringIO()),
         )
+
+
+def test_many_rows_without_a_supervised_token_stop_the_run_and_name_the_first(tmp_path: Path, target: Path) -> None:
+    empty = [{"input_ids": [n, 5, 6], "loss_mask": [0, 0, 0]} for n in range(11)]
+    source = write(tmp_path / "a.jsonl", [chat(f"q{n}", "a") for n in range(500)] + empty)
+    data = DataConfig(sources=(source,), samples=tmp_path / "samples.parquet", workers=1)
+    with pytest.raises(DataError, match=r"^11 of 511 rows have no supervised token \(first: .*a\.jsonl:501"):
+        prepare(data, TargetConfig(path=target), Progress(stream=io.StringIO()))
+    assert not (tmp_path / "samples.parquet").exists()
+    more = data.model_copy(update={"max_unsupervised": 0.05})
+    receipt = prepare(more, TargetConfig(path=target), Progress(stream=io.StringIO()))
+    assert receipt.table.num_kept == 500 and receipt.table.dropped == {"no_supervised_token": 11}

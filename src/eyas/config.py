@@ -57,6 +57,8 @@ class DataConfig(Section):
     """Today, for templates that write the date into the prompt: the same whenever `prepare` runs."""
     held_out: float = Field(0.02, ge=0.0, lt=1.0)
     """Share of the conversations held out of training, by the hash of their first user turn."""
+    max_unsupervised: float = Field(0.01, ge=0.0, le=1.0)
+    """`prepare` stops when more than this share of the rows has no supervised token: the masks are suspect then."""
     draft_vocab_sizes: tuple[int, ...] = (8192, 16384, 32768)
     """Sizes of a draft vocabulary whose coverage is reported."""
     workers: int | None = Field(None, ge=1)

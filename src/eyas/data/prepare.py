@@ -62,8 +62,8 @@ from eyas.log import Progress, human_bytes, human_time
 from eyas.records import Sample, spans_of
 
 SAMPLE_ID_BYTES = 16
-MAX_UNSUPERVISED = 0.01
-"""Share of rows without a supervised token from which on the masks, not the rows, are suspect."""
+FEW_UNSUPERVISED = 10
+"""So many rows without a supervised token say nothing about the template."""
 CHUNKS_AHEAD = 2
 """Chunks for each process that wait for it or for their turn."""
 
@@ -108,7 +108,6 @@ class PrepareReceipt:
             f"{table.num_tokens:,} tokens, {table.num_supervised:,} supervised "
             f"({table.num_supervised / table.num_tokens:.1%}), {human_bytes(self.table_bytes)}, {self._pace()}",
             f"masks: {', '.join(f'{name} {count:,}' for name, count in table.mask_methods.items())}",
-            *_suspicion(table),
             *_about_template(table),
             *_about_rules(table),
         ]
@@ -129,14 +128,6 @@ class PrepareReceipt:
         if self.num_parts_reused:
             pace += f", {self.num_parts_reused:,} parts of a former run"
         return pace
-
-
-def _suspicion(table: TableMetadata) -> list[str]:
-    unsupervised = table.dropped.get(Reason.NO_SUPERVISED_TOKEN, 0)
-    if unsupervised <= MAX_UNSUPERVISED * table.num_input:
-        return []
-    share = unsupervised / table.num_input
-    return [f"attention: {share:.1%} of the rows have no supervised token; are template and settings right for them?"]
 
 
 def _about_template(table: TableMetadata) -> list[str]:
@@ -353,6 +344,17 @@ class _Run:
         self._parts.append((made.chunk.path, made.part))
         self._show()
 
+    def _require_supervised(self, facts: Facts) -> None:
+        """A template or settings that fit the rows leave nearly every one something to learn from."""
+        unsupervised = facts.dropped.get(Reason.NO_SUPERVISED_TOKEN, 0)
+        if unsupervised > max(FEW_UNSUPERVISED, self.data.max_unsupervised * facts.num_input):
+            first = facts.examples[Reason.NO_SUPERVISED_TOKEN][0]
+            raise DataError(
+                f"{unsupervised:,} of {facts.num_input:,} rows have no supervised token (first: {first.where}: "
+                f"{first.detail}), more than data.max_unsupervised = {self.data.max_unsupervised} allows: are "
+                "template, roles and settings right for them? Raise it to go on all the same"
+            )
+
     def join(self, out: TableWriter) -> None:
         """Put the table in place, repetitions merged into the first sample with their id."""
         facts = self._facts
@@ -360,6 +362,7 @@ class _Run:
             if self.store is not None:
                 self.store.remove()
             raise DataError(_nothing_left(facts))
+        self._require_supervised(facts)
         assert self._about is not None
         first_of = _first_occurrences(self._sample_ids())
         kept = first_of == np.arange(len(first_of))
