@@ -91,7 +91,7 @@ class Stager:
         self._partials: dict[str, _Partial] = {}
         self._forwards = 0
         self._free: int | None = None
-        """Of this forward: asking is not free."""
+        """Bytes that are free and promised to nobody, as this forward goes on: asking costs a system call."""
         self._lock = threading.Lock()
         self._files: dict[Path, int] = {}
         self._writing_bytes = 0
@@ -193,14 +193,15 @@ class Stager:
         held = self._staged_bytes()
         if held + num_bytes > limits.staged_bytes:
             return self._full(f"{held} of {limits.staged_bytes} staged bytes are in use, {num_bytes} more asked for")
-        coming = self._coming_bytes()
         if self._free is None:
-            self._free = free_bytes(self.staging)
-        if num_bytes + coming + limits.min_free_bytes > self._free:
+            self._free = free_bytes(self.staging) - self._coming_bytes()
+        if num_bytes + limits.min_free_bytes > self._free:
             return self._full(
-                f"{self._free} bytes are free in {self.staging}, {coming} of them promised, {num_bytes} asked for, "
+                f"{self._free} bytes are free in {self.staging} and not promised, {num_bytes} asked for, "
                 f"{limits.min_free_bytes} must stay"
             )
+        # Whether it is written or still on its way when the next request of this forward asks.
+        self._free -= num_bytes
         return None
 
     def _no_pool(self, name: RequestName, fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
