@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 from eyas.data import inspect, page
 from eyas.data.table import SampleTable, TableMetadata, TableWriter
-from eyas.errors import DataError
+from eyas.errors import ConfigError, DataError
 from eyas.records import Sample
 from fixtures.data import small
 
@@ -176,3 +178,34 @@ def test_a_page_is_whole_or_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be written"):
         page.write_page(tmp_path / "no" / "page.html", stored, [], tokenizer)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "t.parquet"]
+
+
+def test_a_page_takes_the_place_of_a_page_and_of_nothing_else(tmp_path: Path) -> None:
+    stored = table(tmp_path / "t.parquet", ONE)
+    others = stored.path, tmp_path / "run.toml"
+    others[1].write_text("[data]\n")
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "<!doctype html"}\n')
+    (tmp_path / "link.html").hardlink_to(stored.path)
+    (tmp_path / "soft.html").symlink_to(source)
+    for name in ("t.parquet", "run.toml", "a.jsonl", "link.html", "soft.html", "."):
+        with pytest.raises(ConfigError, match="^--html: "):
+            page.check_page(tmp_path / name, *others)
+    new = tmp_path / "new.html"
+    page.check_page(new, *others)
+    page.write_page(new, stored, stored.samples(), small.tokenizer("chatml"))
+    page.check_page(new, *others)
+    new.write_text("\n<!DOCTYPE HTML>")
+    page.check_page(new, *others)
+
+
+def test_the_command_refuses_a_page_that_would_destroy_its_table(tmp_path: Path) -> None:
+    before = table(tmp_path / "t.parquet", ONE).path.read_bytes()
+    run = tmp_path / "run.toml"
+    run.write_text(f'[data]\nsamples = "t.parquet"\n[target]\npath = "{small.target(tmp_path / "target", "chatml")}"\n')
+    command = [sys.executable, "-c", "from eyas.cli import main; main()", "inspect", str(run), "--html"]
+    for name in ("t.parquet", "run.toml"):
+        done = subprocess.run([*command, str(tmp_path / name)], capture_output=True, text=True, check=False)
+        assert done.returncode == 2, done.stderr
+        assert "eyas: --html: " in done.stderr
+    assert (tmp_path / "t.parquet").read_bytes() == before

@@ -176,6 +176,10 @@ def inspect(
     tree = config.load(run, overrides or ())
     table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
     _need(tree.target.path, "target.path")
+    if html is not None:
+        from eyas.data.page import check_page
+
+        check_page(html, table_path, run)
     from rich.console import Console
 
     from eyas.data import inspect as view

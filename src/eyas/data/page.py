@@ -15,10 +15,11 @@ from eyas.data.inspect import header, visible
 from eyas.data.render import Tokenizer
 from eyas.data.spans import decoder_of
 from eyas.data.table import SampleTable
-from eyas.errors import DataError
+from eyas.errors import ConfigError, DataError
 from eyas.records import Sample
 
 REPLACEMENT = "\ufffd"
+HEAD_BYTES = 256
 MAX_GROUP = 8
 """Tokens that may share a character before it is shown as it is."""
 
@@ -78,6 +79,24 @@ def page(table: SampleTable, samples: Iterable[Sample], tokenizer: Tokenizer) ->
         yield f"<section>\n<h2>{html.escape(header(sample))}</h2>\n<pre>{''.join(_tokens(sample, tokenizer))}</pre>\n"
         yield "</section>\n"
     yield "</body>\n</html>\n"
+
+
+def check_page(path: Path, *others: Path) -> None:
+    """ConfigError for a page that would take the place of one of `others`, or of anything else that is no page."""
+    try:
+        for other in others:
+            if path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other)):
+                raise ConfigError(f"--html: {path} is {other}, which this command reads; name another file")
+        if not path.exists():
+            return
+        if not path.is_file():
+            raise ConfigError(f"--html: {path} is {'a directory' if path.is_dir() else 'no regular file'}; name a file")
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError as error:
+        raise ConfigError(f"--html: {path}: {error.strerror or error}") from None
+    if not head.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith(b"<!doctype html"):
+        raise ConfigError(f"--html: {path} is there and is no HTML page; name another file, or remove it first")
 
 
 def write_page(path: Path, table: SampleTable, samples: Iterable[Sample], tokenizer: Tokenizer) -> int:
