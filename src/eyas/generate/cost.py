@@ -52,7 +52,16 @@ class Budget:
         """For answers of this run that were given up, and may have been charged all the same."""
         self._prices = prices
         self._set_aside = 0.0
+        self._num_told = 0
         self._bound: Prices | None = prices
+
+    @property
+    def most_at_a_time(self) -> float:
+        """Conversations that may be asked at a time: without a price table, as many as have told their cost so far.
+
+        One cheap answer says little about the next one.
+        """
+        return float("inf") if self.most is None or self._prices is not None else max(1, self._num_told)
 
     @property
     def known(self) -> bool:
@@ -84,6 +93,7 @@ class Budget:
         self.spent += usage.cost
         if not told:
             return
+        self._num_told += usage.cost > 0
         prompt, completion = usage.cost / max(1, usage.prompt_tokens), usage.cost / max(1, usage.completion_tokens)
         if self._bound is None or usage.cost > self._bound.of(usage) * (1 + 1e-9):
             # The first to tell; or dearer than the table says, or than it was before.

@@ -41,6 +41,8 @@ UNAVAILABLE = "unavailable"
 MAX_PATIENCE = 4.0
 """An answer that timed out gets more time, up to so many times as much."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 20.0
+LIVES_TRIES = 5
+"""A server that fails now and then lives, too."""
 TICK_S = 0.1
 SYNC_S = 2.0
 """What a power cut may cost, at most; a kill costs nothing that was written."""
@@ -81,6 +83,11 @@ class Loop:
             raise ConfigError(self._mixed(told[0], told[1]))
         self._suspects: list[tuple[Conversation, str, str]] = []
         """Refused or failed for good, and perhaps not by their own fault: filed once another succeeds."""
+        self._cut_short: list[tuple[Conversation, str, str]] = []
+        """Failed for good in a later turn: what was answered is kept, and tried once more at the end."""
+        self._asking: set[Conversation] = set()
+        """Conversations whose next answer is on its way."""
+        self._heard_at = time.monotonic()
         self._end: EyasError | None = None
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,24 +115,17 @@ class Loop:
         self._monitor.state("probing" if self._probing else "answering", pending=pending)
         self._monitor.show(force=True)
         ticker = asyncio.create_task(self._tick(stop))
-        pumps = [asyncio.create_task(self._pump(endpoint)) for endpoint in self.endpoints]
-        over = asyncio.create_task(self._over.wait())
-        everything: asyncio.Future[Any] = asyncio.gather(*pumps)
         try:
-            await asyncio.wait({everything, over}, return_when=asyncio.FIRST_COMPLETED)
-            if everything.done():
-                everything.result()
-            everything.cancel()
-            await self._drain()
-            if self._end is None and self._failure is None:
-                self._judge_the_last()
+            await self._until_done()
+            if self._goes_on() and self._doubtful():
+                await self._try_once_more()
+            if self._goes_on():
+                await self._judge_the_last()
             self._tell_unfinished()
         finally:
-            over.cancel()
-            everything.cancel()
             for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(everything, *pumps, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             self._over.set()
             self._ticking = False
             await ticker
@@ -135,6 +135,60 @@ class Loop:
             raise self._failure
         if self._end is not None:
             raise self._end
+
+    def _goes_on(self) -> bool:
+        return self._end is None and self._failure is None
+
+    async def _until_done(self) -> None:
+        """Until all work is done or there is a reason to stop; an endpoint that pauses keeps nobody from ending."""
+        pumps = [asyncio.create_task(self._pump(endpoint)) for endpoint in self.endpoints]
+        waiters = [asyncio.create_task(self._over.wait()), asyncio.create_task(self._work.done.wait())]
+        try:
+            await asyncio.wait([*pumps, *waiters], return_when=asyncio.FIRST_COMPLETED)
+            while not (self._over.is_set() or self._work.done.is_set()) and not all(pump.done() for pump in pumps):
+                for pump in pumps:
+                    if pump.done():
+                        pump.result()
+                running = [pump for pump in pumps if not pump.done()]
+                await asyncio.wait([*running, *waiters], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*pumps, *waiters):
+                task.cancel()
+            ends = await asyncio.gather(*pumps, *waiters, return_exceptions=True)
+        for end in ends:
+            if isinstance(end, Exception):
+                raise end
+        await self._drain()
+
+    def _doubtful(self) -> list[Conversation]:
+        """Nobody could answer them, and no answer since says that the servers are not to blame."""
+        return [c for c, reason, _ in [*self._suspects, *self._cut_short] if reason == UNAVAILABLE]
+
+    async def _try_once_more(self) -> None:
+        """At the end, if the servers live, each gets another try: what failed them may have passed."""
+        if not await self._lives():
+            self._end = self._about_suspects()
+            return
+        again = self._doubtful()
+        self._suspects = [suspect for suspect in self._suspects if suspect[1] != UNAVAILABLE]
+        self._cut_short = []
+        for conversation in again:
+            conversation.attempts = max(0, self._config.max_attempts - 2)
+        self._work.resume(again)
+        await self._until_done()
+
+    async def _lives(self) -> bool:
+        """Whether any server answers a question that nothing can be wrong with."""
+        body = {**self._body, "messages": [{"role": "user", "content": "Hello"}]}
+        self._budget.uncertain += self._budget.worst(2 * TEMPLATE_TOKENS, self._config.max_new_tokens)
+        for attempt in range(LIVES_TRIES):
+            for endpoint in self.endpoints:
+                if self._over.is_set():
+                    return False
+                if isinstance(await endpoint.ask(body, timeout_s=self._timeout_s), Answer):
+                    return True
+            await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
+        return False
 
     def _new(self, todo: Iterator[Prompt | PromptReject]) -> Iterator[Prompt | None]:
         """Prompts that nobody has answered; rejects on the way are filed, and what is done is passed over."""
@@ -173,6 +227,7 @@ class Loop:
 
     async def _serve(self, endpoint: Endpoint, conversation: Conversation) -> None:
         """Put a conversation to an endpoint until it is done, or somebody else should have it."""
+        self._asking.add(conversation)
         try:
             while True:
                 timeout_s = self._timeout_s * min(MAX_PATIENCE, 1.5**conversation.num_timeouts)
@@ -188,6 +243,7 @@ class Loop:
                     self._work.give_back(conversation)
                     return
         finally:
+            self._asking.discard(conversation)
             endpoint.release()
 
     def _take(self, endpoint: Endpoint, conversation: Conversation, outcome: Outcome) -> bool:
@@ -208,6 +264,7 @@ class Loop:
         return False
 
     def _take_answer(self, endpoint: Endpoint, conversation: Conversation, answer: Answer) -> bool:
+        self._heard_at = time.monotonic()
         who = answer.answered_by
         if any(who) and not self._config.mixed_providers:
             if self._answered_by is None:
@@ -218,6 +275,13 @@ class Loop:
                 self._halt(ConfigError(self._mixed(self._answered_by, who)))
                 return False
         self._charge(conversation, answer.usage, cost_told=answer.cost_told, usage_told=answer.usage_told)
+        if not self._budget.known:
+            self._halt(
+                ConfigError(
+                    "generate.max_cost is set, answers do not name their cost, and generate.price_per_1m is empty; "
+                    "set it"
+                )
+            )
         conversation.take(answer, keep_cut=self._config.keep_cut)
         if self._suspects:
             self._file_suspects()
@@ -254,13 +318,6 @@ class Loop:
         usage.cost = self._budget.cost_of(usage, told=cost_told)
         self._budget.spend(usage, told=cost_told)
         conversation.usage.add(usage)
-        if not self._budget.known:
-            self._halt(
-                ConfigError(
-                    "generate.max_cost is set, answers do not name their cost, and generate.price_per_1m is empty; "
-                    "set it"
-                )
-            )
 
     def _worst(self, conversation: Conversation, num_turns: int | None = None) -> float:
         """The most that the answers to come can cost: each prompt holds all answers before it."""
@@ -278,8 +335,8 @@ class Loop:
         """Set aside what the rest of a conversation can cost; False while that would pass `generate.max_cost`."""
         if self._budget.most is None:
             return True
-        if not self._budget.known and self._work.num_out:
-            return False  # one at a time, until an answer says what answers cost
+        if self._work.num_out >= self._budget.most_at_a_time:
+            return False
         worst = self._worst(conversation)
         if self._budget.room() < worst - conversation.set_aside:
             return False
@@ -304,32 +361,41 @@ class Loop:
             self._halt(self._about_suspects())
 
     def _about_suspects(self) -> EyasError:
-        _, reason, detail = self._suspects[-1]
+        suspects = [*self._suspects, *self._cut_short]
+        _, reason, detail = suspects[-1]
         text = (
-            f"{len(self._suspects)} conversations in a row are {reason}, none succeeds between them, the last: "
+            f"{len(suspects)} conversations in a row are {reason}, none succeeds between them, the last: "
             f"{detail}; {self._monitor.identity()}; mend that, or raise generate.max_reject_burst"
         )
         return EngineUnavailable(text) if reason == UNAVAILABLE else EngineError(text)
 
-    def _file_suspects(self) -> None:
+    def _file_suspects(self, *, final: bool = False) -> None:
         suspects, self._suspects = self._suspects, []
         for conversation, reason, detail in suspects:
+            if reason == UNAVAILABLE and conversation.finish_reasons and not final:
+                self._cut_short.append((conversation, reason, detail))
+                continue
             conversation.end(reason, detail)
             self._write(conversation)
 
-    def _judge_the_last(self) -> None:
-        """There is no more work: those that nobody could answer are rejects, if servers ever answered anything."""
-        if self._suspects and not self._answers.tally.num_answered:
+    async def _judge_the_last(self) -> None:
+        """There is no more work: those that nobody could answer are rejects, if the servers live."""
+        self._suspects += self._cut_short
+        if self._suspects and not await self._lives():
             self._end = self._about_suspects()
             return
-        self._file_suspects()
+        self._file_suspects(final=True)
         if self._work.starved is not None:
             self._end = self._out_of_money(self._work.starved)
 
     def _tell_unfinished(self) -> None:
         """Conversations that a stop cuts short are asked anew: what their answers took stands in no row."""
         usage = Usage()
-        for conversation in [*self._work.unfinished(), *(suspect[0] for suspect in self._suspects)]:
+        for conversation in [
+            *self._work.unfinished(),
+            *self._asking,
+            *(suspect[0] for suspect in [*self._suspects, *self._cut_short]),
+        ]:
             usage.add(conversation.usage)
         if usage.requests:
             self._monitor.events.add("unfinished", requests=usage.requests, cost=usage.cost)
@@ -456,6 +522,15 @@ class Loop:
                     self._over.set()
                     return
                 self._monitor.on_commit()
+            patience_s = self._config.reconnect_s + MAX_PATIENCE * self._timeout_s
+            if self._monitor.retries and now - self._heard_at > patience_s:
+                self._halt(
+                    EngineUnavailable(
+                        f"no answer for {human_time(now - self._heard_at)}, only faults "
+                        f"({by_reason(self._monitor.faults).strip() or 'none told'}); {self._monitor.identity()}; the "
+                        "same command goes on from here"
+                    )
+                )
             downs = [e.down_since for e in self.endpoints]
             since = [d for d in downs if d is not None]
             if len(since) == len(downs) and now - max(since) > self._config.reconnect_s:

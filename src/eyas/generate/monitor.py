@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,8 @@ class Monitor:
         self.retries = 0
         self.started = time.monotonic()
         self.endpoints: Sequence[Endpoint] = ()
+        self.spent: Callable[[], float] = lambda: 0.0
+        """Money, with what unfinished conversations took: the next run begins with it."""
         self.run_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
         self._tally, self._progress = tally, progress
         self._rates: deque[tuple[float, int, int, int]] = deque()
@@ -142,6 +144,7 @@ class Monitor:
             "prompt_tokens": tally.usage.prompt_tokens,
             "completion_tokens": tally.usage.completion_tokens,
             "cost": round(tally.usage.cost, 6),
+            "spent": self.spent(),
             "endpoints": [
                 {
                     "url": e.url,

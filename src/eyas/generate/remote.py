@@ -22,12 +22,13 @@ from eyas.generate.cost import Budget, prices_from
 from eyas.generate.key import check_endpoint, read_key
 from eyas.generate.loop import Loop, Planned
 from eyas.generate.models import only_model
-from eyas.generate.monitor import Monitor
+from eyas.generate.monitor import Monitor, heartbeat_path
 from eyas.generate.prompts import Prompt, iter_prompts
 from eyas.generate.receipt import RemoteReceipt
-from eyas.generate.request import check_extra, settings_of
+from eyas.generate.request import check_extra, check_numbers, settings_of
 from eyas.generate.rows import Known, RowTable
 from eyas.log import Progress
+from eyas.observe import heartbeat
 
 
 def generate(config: GenerateConfig, progress: Progress, stop: threading.Event) -> RemoteReceipt:
@@ -42,6 +43,7 @@ def generate(config: GenerateConfig, progress: Progress, stop: threading.Event) 
     prompts_path, out = paths_of(config)
     key = read_key(config)
     urls = tuple(dict.fromkeys(check_endpoint(url) for url in config.endpoints))
+    check_numbers(config)
     prices = prices_from(config.price_per_1m)
     check_extra(config.extra, key)
     model = config.model or asyncio.run(only_model(urls, key, config, progress, stop))
@@ -51,9 +53,12 @@ def generate(config: GenerateConfig, progress: Progress, stop: threading.Event) 
     with AnswerFiles(out, settings, rows) as answers:
         tally = answers.tally
         check_overlap(tally, out, prompts_path)
-        budget = Budget(most=config.max_cost, prices=prices, spent=tally.usage.cost)
+        # A run that was killed has paid for answers that stand in no row.
+        beat = heartbeat.read(heartbeat_path(out)) or {}
+        budget = Budget(most=config.max_cost, prices=prices, spent=max(tally.usage.cost, float(beat.get("spent", 0.0))))
         before = (tally.num_answered, tally.usage.completion_tokens, tally.usage.requests)
         monitor = Monitor(out, tally, plan.num_rows, progress, model=model, endpoints=list(urls))
+        monitor.spent = lambda: budget.spent + budget.uncertain
         with monitor:
             todo = iter_prompts(prompts_path, **settings, rows=rows, mark=Known.VISITED)
             loop = Loop(config, model, answers, monitor, budget, plan)
@@ -64,13 +69,13 @@ def generate(config: GenerateConfig, progress: Progress, stop: threading.Event) 
                 monitor.on_commit()
             if monitor.pending:
                 raise DataError(f"{prompts_path}: rows are unaccounted for: {monitor.identity()}; has it changed?")
+            if not tally.answered:
+                raise DataError(
+                    f"{prompts_path}: not one of {plan.num_rows} prompts has an answer{by_reason(tally.rejected)}; see "
+                    f"{rejects_path(out)}"
+                )
             monitor.state_name = "complete"
             monitor.events.add("complete", answered=tally.answered, rejected=dict(tally.rejected))
-        if not tally.answered:
-            raise DataError(
-                f"{prompts_path}: not one of {plan.num_rows} prompts has an answer{by_reason(tally.rejected)}; see "
-                f"{rejects_path(out)}"
-            )
         return RemoteReceipt(
             out=out,
             rejects=rejects_path(out),

@@ -15,6 +15,8 @@ from eyas.log import human_time
 from eyas.observe import heartbeat
 
 CHUNK_BYTES = 1 << 20
+SILENT_S = 15.0
+"""A heartbeat that is older belongs to a process that hangs, or was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class AnswersStatus:
 
     def headline(self) -> str:
         """What is going on, in a few words."""
+        if self.alive and self.heartbeat_age_s is not None and self.heartbeat_age_s > SILENT_S:
+            return f"running as {self.process}, but silent for {human_time(self.heartbeat_age_s)} while {self.state}"
         if self.alive:
             return f"running as {self.process}: {self.state}"
         if not self.state:
@@ -97,6 +101,10 @@ def status(out: Path) -> AnswersStatus:
     alive = heartbeat.is_alive(beat) if beat else None
     answered, rejected = _num_lines(out), _num_lines(rejects_path(out))
     planned = int(beat.get("planned", answered + rejected))
+    # Rows of prompts that are planned no more stand in the files, too.
+    not_planned = max(0, answered + rejected - planned)
+    answered -= min(answered, not_planned)
+    rejected = min(rejected, planned - answered)
     return AnswersStatus(
         out=str(out),
         planned=planned,

@@ -29,6 +29,8 @@ class Work:
         """Conversations begun by this run."""
         self.allowed: int | None = None
         """So many may be begun for now."""
+        self.done = asyncio.Event()
+        """Set once nothing is left to hand out and nothing is out."""
         self.starved: Conversation | None = None
         """What was not admitted though nothing else was in progress: nothing more will be."""
         self._prompts, self._admit = prompts, admit
@@ -67,8 +69,11 @@ class Work:
                 else:
                     self._next = None
                 return candidate
-            if not self.num_out and (candidate is not None or (self._exhausted and not self._again)):
+            # What waits for its next try has its money already: only without it nothing can go on.
+            is_last = candidate is not None and (waiting is not None or not self._again)
+            if not self.num_out and (is_last or (self._exhausted and candidate is None and not self._again)):
                 self.starved = candidate
+                self.done.set()
                 self.wake()
                 return None
             self._changed.clear()
@@ -90,7 +95,16 @@ class Work:
     def settled(self) -> None:
         """One that was handed out is done with."""
         self.num_out -= 1
+        if self._exhausted and not self.num_out and not self._again and self._next is None:
+            self.done.set()
         self.wake()
+
+    def resume(self, conversations: list[Conversation]) -> None:
+        """Hand out once more what was settled."""
+        for conversation in conversations:
+            self.num_out += 1
+            self.give_back(conversation)
+        self.done.clear()
 
     def unfinished(self) -> list[Conversation]:
         """Begun, and waiting for another try that will not come."""
