@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -300,3 +301,23 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, form: str) -> None:
         return most
 
     assert peak(8000) < peak(2000) + 1_000_000
+
+
+def test_standard_input_that_is_closed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ConfigError, match=r"^data\.sources: '-' is standard input, which is closed"):
+        open_rows([Path("-")], field="data.sources")
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_any_amount_of_blank_lines_may_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: bytes) -> None:
+    monkeypatch.setattr(files, "CHUNK_BYTES", 64)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(mark + b"\n" * 3_000_000 + b'{"a":1}\n')
+    started = time.process_time()
+    (row,) = read(path)
+    assert (row.number, row.data) == (3_000_001, b'{"a":1}')
+    # Copied over and over it would take minutes.
+    assert time.process_time() - started < 10
+    path.write_bytes(mark + b" \n" * 200 + b'[{"a":1}]')
+    assert [(row.number, row.data) for row in read(path)] == [(1, b'{"a":1}')]

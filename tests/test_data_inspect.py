@@ -189,7 +189,7 @@ def test_a_page_takes_the_place_of_a_page_and_of_nothing_else(tmp_path: Path) ->
     (tmp_path / "link.html").hardlink_to(stored.path)
     (tmp_path / "soft.html").symlink_to(source)
     for name in ("t.parquet", "run.toml", "a.jsonl", "link.html", "soft.html", "."):
-        with pytest.raises(ConfigError, match="^--html: "):
+        with pytest.raises(ConfigError, match=r"^--html: "):
             page.check_page(tmp_path / name, *others)
     new = tmp_path / "new.html"
     page.check_page(new, *others)

@@ -899,3 +899,120 @@ def test_standard_input_without_a_pipe_is_not_kept_as_done(tmp_path: Path, monke
     for _ in range(2):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(json.dumps(chat("q")).encode())))
         assert not run(tmp_path / "out.jsonl", Path("-")).unchanged
+
+
+def test_the_output_is_never_a_benchmark_nor_a_link_to_what_is_read(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [chat("q")])
+    bench = write(tmp_path / "bench.jsonl", [{"prompt": HAWAII}])
+    (tmp_path / "hard.jsonl").hardlink_to(bench)
+    (tmp_path / "soft.jsonl").symlink_to(source)
+    report = write(tmp_path / "out.jsonl.merge.json", [chat("q")])
+    before = {path: path.read_bytes() for path in (source, bench, report)}
+    for out, more, words in [
+        ("bench.jsonl", {"benchmarks": (bench,)}, r"is one of merge\.benchmarks"),
+        ("hard.jsonl", {"benchmarks": (bench,)}, r"is one of merge\.benchmarks"),
+        ("soft.jsonl", {}, r"is one of merge\.sources"),
+        ("out.jsonl", {"benchmarks": (report,)}, r"is the report of merge\.out"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            run(tmp_path / out, source, **more)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_pattern_does_not_match_what_the_last_run_made_of_it(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [chat("a")])
+    out = tmp_path / "out.jsonl"
+    assert run(out, tmp_path / "*").num_kept == 1
+    assert run(out, tmp_path / "*").unchanged
+    write(tmp_path / "b.jsonl", [chat("b")])
+    receipt = run(out, tmp_path / "*.jsonl*")
+    assert (receipt.num_input, receipt.num_kept, receipt.sources[0].num_files) == (2, 2, 2)
+    with pytest.raises(ConfigError, match=r"is one of merge\.sources"):
+        run(out, out)
+
+
+def test_numbers_that_json_does_not_have_are_counted_from_parquet_too(tmp_path: Path) -> None:
+    rows = [chat("q", score=1.5), chat("r", score=float("nan")), chat("t", score=None)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert run(tmp_path / "out.jsonl", tmp_path / "a.parquet").num_mended == 1
+    deep = [chat("s", deep=[{"x": float("-inf")}]), chat("t", deep=[{"x": 1.0}])]
+    pq.write_table(pa.Table.from_pylist(deep), tmp_path / "b.parquet")
+    assert run(tmp_path / "out.jsonl", tmp_path / "b.parquet").num_mended == 1
+
+
+# --- token ids by turn
+
+
+def test_token_ids_by_turn_are_kept_and_are_the_content() -> None:
+    turns_ = [{"prompt_ids": [1, 2], "token_ids": [3]}, {"prompt_ids": [1, 4], "token_ids": [5, 6]}]
+    one = line(chat("q", turns=turns_, row_id="r"))
+    assert list(one) == ["id", "messages", "turns", "source", "tags", "extra"]
+    assert one["turns"] == turns_ and one["extra"] == '{"row_id":"r"}'
+    other = line(chat("q", turns=[turns_[0], {"prompt_ids": [1, 4], "token_ids": [5, 7]}]))
+    assert len({one["id"], other["id"], line(chat("q"))["id"]}) == 3
+    assert line(one) == {**one, "tags": ["t"]}
+    assert line({"turns": turns_})["id"] == one["id"]
+    ids = [line(chat("q", input_ids=[1, n], loss_mask=[0, 1]))["id"] for n in (2, 3)]
+    assert ids[0] != ids[1]
+    # Other data sets keep other things under this name.
+    assert "turns" in line(chat("q", turns=[{"prompt_ids": [1]}]))["extra"]
+    for bad in ([-1], [], "x", [[1]]):
+        with pytest.raises(Drop) as dropped:
+            line(chat("q", turns=[{"prompt_ids": [1], "token_ids": bad}]))
+        assert dropped.value.reason == "bad_token_ids"
+
+
+def test_merged_answers_give_the_samples_of_the_answers(tmp_path: Path) -> None:
+    target = small.target(tmp_path / "target", "chatml")
+    two = [[{"prompt_ids": [20, 21], "token_ids": [22, last]}, {"prompt_ids": [20, 30], "token_ids": [31]}]
+           for last in (23, 24)]  # fmt: skip
+    answers = [
+        chat("q", "a", id="1", row_id="1", turns=two[0]),
+        chat("q", "a", id="2", row_id="2", turns=two[1]),
+        chat("q", "a", id="3", row_id="3", input_ids=[40, 41, 42], loss_mask=[0, 1, 1]),
+        chat("q", "a", id="4", row_id="4", input_ids=[40, 41, 43], loss_mask=[0, 1, 1]),
+        chat("q", "a", id="5", row_id="5", retokenized=True),
+    ]
+    source = write(tmp_path / "answers.jsonl", answers)
+    receipt = run(tmp_path / "out.jsonl", source)
+    assert (receipt.num_kept, receipt.forms) == (5, {"messages": 1, "text": 0, "tokens": 4})
+    found = []
+    for path in (source, tmp_path / "out.jsonl"):
+        data = DataConfig(sources=(path,), samples=tmp_path / "samples.parquet")
+        table = prepare(data, TargetConfig(path=target), Progress(stream=io.StringIO())).table
+        samples = SampleTable.open(tmp_path / "samples.parquet").samples()
+        found.append((table.num_retokenized, table.num_kept, sorted(
+            (s.sample_id, s.token_ids.tolist(), s.loss_spans, s.split) for s in samples)))  # fmt: skip
+    assert found[0] == found[1]
+    # The second answers of the first two are one sample.
+    assert found[0][:2] == (1, 6)
+
+
+# --- more than text, and numbers that nobody reads
+
+
+@pytest.mark.parametrize("key", ["images", "image", "audio", "video", "videos"])
+def test_images_beside_the_text_of_a_message_or_of_a_row_are_told(tmp_path: Path, key: str) -> None:
+    beside = [{"role": "user", "content": "<image>", key: ["x.png"]}, {"role": "assistant", "content": "a"}]
+    nothing = [{"role": "user", "content": "none", key: []}, {"role": "assistant", "content": "a"}]
+    rows = [{"messages": beside}, {"messages": nothing}, chat("q", **{key: "x.png"}), chat("r", **{key: []})]
+    receipt = run(tmp_path / "out.jsonl", write(tmp_path / "a.jsonl", rows))
+    assert (receipt.num_kept, receipt.num_non_text) == (4, 2)
+
+
+def test_a_number_that_stops_prepare_is_dropped_and_one_in_a_text_is_not(tmp_path: Path) -> None:
+    def with_number(question: str, number: str) -> bytes:
+        return json.dumps(chat(question)).encode().replace(b'"user"', b'"user","n":' + number.encode())
+
+    long = "7" * 4301
+    rows = [with_number("a", long), with_number("b", "-" + long), with_number("c", long[1:]),
+            with_number("d", f'"{long}"'), with_number("e", long + ".0"), chat("f", n=0), chat(long)]  # fmt: skip
+    receipt = run(tmp_path / "out.jsonl", write(tmp_path / "a.jsonl", rows))
+    assert receipt.dropped == {"wrong_type": 2}
+    assert receipt.examples["wrong_type"][0].detail == "a number of 4,301 digits"
+    assert len(rows_of(tmp_path / "out.jsonl")) == 5
+    assert not [
+        row
+        for row in source_rows(lines_of(open_rows([tmp_path / "out.jsonl"], field="f")))
+        if isinstance(row, DroppedRow)
+    ]

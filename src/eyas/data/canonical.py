@@ -5,6 +5,7 @@ A row takes one of these forms; where several fit, the first one wins:
 | form | keys |
 |---|---|
 | token ids | `input_ids` or `token_ids`, with `loss_mask`; messages beside them are kept |
+| token ids by turn | `turns`: for each assistant turn `prompt_ids` and `token_ids`; messages beside them are kept |
 | messages | `messages`, `conversations` or `conversation`: `{role, content, …}` or `{from, value}` |
 | one turn | `prompt`, `instruction` and `input`, `question`, `query`; `completion`, `response`, `output`, `answer` |
 | text | `text` |
@@ -15,8 +16,8 @@ The canonical line has its keys in this order, those in brackets only where ther
 
 | key | value |
 |---|---|
-| `id` | 32 hex digits, xxh3-128: of messages and tools, of the text, or of token ids and mask |
-| `messages`, `text` or `input_ids` and `loss_mask` | roles by their names in `sources.ROLES` |
+| `id` | 32 hex digits, xxh3-128: of messages and tools, of the text, of token ids and mask, or of those by turn |
+| `messages`, `text`, `input_ids` and `loss_mask`, or `turns` | roles by their names in `sources.ROLES` |
 | [`tools`] | JSON text of a list |
 | `source`, `tags` | text, and a list of texts |
 | [`language`] | text |
@@ -25,7 +26,8 @@ The canonical line has its keys in this order, those in brackets only where ther
 
 JSON text is the row's own bytes without the blanks between tokens: numbers, escapes and the order of keys stay. So are
 tool-call `arguments`, and so are other fields of a message, which stay in their place because templates read them.
-Content that is a list of nothing but texts becomes one text; content with images and the like is kept, and marked.
+Content that is a list of nothing but texts becomes one text; content with images and the like is kept, and marked, and
+so is a message or a row with images and the like beside its text.
 """
 
 from __future__ import annotations
@@ -59,24 +61,31 @@ from eyas.data.spelling import (
     one_spelling,
     string,
 )
-from eyas.data.turns import PROMPT_KEYS, Conversation, Drop, conversation_of, one_turn
+from eyas.data.turns import MEDIA_KEYS, NOTHING, PROMPT_KEYS, Conversation, Drop, conversation_of, one_turn
 
-CANONICAL_VERSION = 1
+CANONICAL_VERSION = 2
 """Part of what an output is known by: raise it when the same input would give other lines."""
 
 CONVERSATION_TAG = b"eyas.conversation.1\0"
 TEXT_TAG = b"eyas.text.1\0"
 TOKENS_TAG = b"eyas.tokens.1\0"
+TURNS_TAG = b"eyas.turns.1\0"
 
 IDS_KEYS = ("input_ids", "token_ids")
 MESSAGES_KEYS = ("messages", "conversations", "conversation")
 LANGUAGE_KEYS = ("language", "lang")
-KNOWN = "messages, conversations, prompt, instruction, question, text, input_ids with loss_mask"
+KNOWN = "messages, conversations, prompt, instruction, question, text, input_ids with loss_mask, turns with token_ids"
+MAX_INTEGER_DIGITS = 4300
+"""Python reads no longer ones: such a line would stop whoever reads the output."""
+_STRIDE = 200
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _texts = msgspec.json.Decoder(list[str])
 _ids = msgspec.json.Decoder(list[_TokenId])
 _mask = msgspec.json.Decoder(list[bool | int])
+_STRINGS = re.compile(STRING, re.DOTALL)
+_LONG_INTEGER = re.compile(rb"(?<![\d.eE+-])-?\d{%d,}(?![\d.eE])" % (MAX_INTEGER_DIGITS + 1))
+_MANY_DIGITS = re.compile(rb"\d{%d}" % (MAX_INTEGER_DIGITS // _STRIDE))
 _NO_NUMBER = re.compile(STRING + rb"|(-?Infinity|NaN)", re.DOTALL)
 
 
@@ -98,11 +107,11 @@ class Canonical:
     """JSON with its end of line."""
     form: Form
     texts: list[str]
-    """What system, user and assistant turns say, or the text; only where it was asked for."""
+    """What the turns say, think and call tools with, or the text; only where it was asked for."""
     answered: bool
     """Whether anything in it was written by an assistant; text and token ids count as answered."""
     non_text: bool
-    """Images, audio and the like in it: `prepare` will drop it."""
+    """Images, audio and the like in its messages or beside them."""
     mended: bool
     """It had NaN or Infinity, which are not JSON, and has null instead."""
 
@@ -114,7 +123,7 @@ def canonical(row: RawRow, source: str, tags: tuple[str, ...] = (), *, with_text
     """
     try:
         fields, mended = _parse(row)
-        return _canonical(fields, source, tags, with_texts, mended)
+        return _canonical(fields, source, tags, with_texts, mended or row.mended)
     except RecursionError:
         raise Drop(Reason.WRONG_TYPE, "nested too deeply") from None
 
@@ -133,6 +142,13 @@ def _canonical(fields: Fields, source: str, tags: tuple[str, ...], with_texts: b
         used |= {ids_key, "loss_mask"}
         if messages_key is not None:
             # What cannot be read stays among the other fields: it is the token ids that the target is shown.
+            with contextlib.suppress(Drop):
+                conversation = conversation_of(present, messages_key, used, with_texts)
+    elif (turns := _given_turns(present.get("turns", b""))) is not None:
+        form = Form.TOKENS
+        content, digest = turns
+        used.add("turns")
+        if messages_key is not None:
             with contextlib.suppress(Drop):
                 conversation = conversation_of(present, messages_key, used, with_texts)
     elif messages_key is not None:
@@ -168,17 +184,23 @@ def _canonical(fields: Fields, source: str, tags: tuple[str, ...], with_texts: b
     if extra := _extra(fields, used, hex_id):
         parts += (b',"extra":', extra)
     parts.append(b"}\n")
+    line = b"".join(parts)
+    _require_readable(line)
     if form is Form.TEXT and with_texts:
         texts = [a_text.decode(text)]
     else:
         texts = [] if conversation is None else conversation.texts
     return Canonical(
         id=digest,
-        line=b"".join(parts),
+        line=line,
         form=form,
         texts=texts,
         answered=form is not Form.MESSAGES or (conversation is not None and conversation.answered),
-        non_text=form is Form.MESSAGES and conversation is not None and conversation.non_text,
+        non_text=form is not Form.TOKENS
+        and (
+            (conversation is not None and conversation.non_text)
+            or any(present.get(key, b"null") not in NOTHING for key in MEDIA_KEYS)
+        ),
         mended=mended,
     )
 
@@ -258,6 +280,32 @@ def _tokens(ids: bytes, mask: bytes) -> tuple[list[bytes], bytes]:
     ids, mask = encode(token_ids), encode([int(entry) for entry in loss_mask])
     content = [b'"input_ids":', ids, b',"loss_mask":', mask]
     return content, xxhash.xxh3_128_digest(TOKENS_TAG + ids + mask)
+
+
+def _given_turns(raw: bytes) -> tuple[list[bytes], bytes] | None:
+    """Token ids by turn, with whatever stands beside them, and their digest; None for what else has this name."""
+    try:
+        turns = [fields_of(turn) for turn in objects.decode(raw)] if raw[:1] == b"[" else []
+    except msgspec.ValidationError:
+        return None
+    if not turns or not all("prompt_ids" in turn and "token_ids" in turn for turn in turns):
+        return None
+    try:
+        ids = [[_ids.decode(turn["prompt_ids"]), _ids.decode(turn["token_ids"])] for turn in turns]
+    except msgspec.ValidationError as error:
+        raise Drop(Reason.BAD_TOKEN_IDS, f"token ids must be a flat list of 0..2**31-1: {error}") from None
+    if not all(prompt_ids and token_ids for prompt_ids, token_ids in ids):
+        raise Drop(Reason.BAD_TOKEN_IDS, "a turn without 'prompt_ids' or 'token_ids'")
+    return [b'"turns":', compact(raw)], xxhash.xxh3_128_digest(TURNS_TAG + encode(ids))
+
+
+def _require_readable(line: bytes) -> None:
+    """Drop for a number that Python's parser refuses; numbers inside of texts are none."""
+    # In so long a number every so many-th byte is a digit: that is quickly seen.
+    if len(line) <= MAX_INTEGER_DIGITS or not _MANY_DIGITS.search(line[::_STRIDE]):
+        return
+    if found := _LONG_INTEGER.search(_STRINGS.sub(b'""', line)):
+        raise Drop(Reason.WRONG_TYPE, f"a number of {len(found[0].lstrip(b'-')):,} digits")
 
 
 @lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ Memory: one row, and a chunk of a megabyte or a batch of a Parquet file.
 from __future__ import annotations
 
 import glob
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,6 +66,8 @@ class RawRow:
     """Valid UTF-8, not blank; whether it is JSON is up to who parses it, see `broken_json`."""
     is_last: bool = False
     """A last line without an end of line: perhaps cut off."""
+    mended: bool = False
+    """It had NaN or Infinity, which are not JSON, and has null instead: from Parquet."""
 
     @property
     def where(self) -> Where:
@@ -79,8 +82,10 @@ def broken_json(row: RawRow, error: Exception) -> DataError:
     return DataError(f"{row.where}: broken JSON: {what}{hint}; mend or remove it")
 
 
-def find_files(paths: Sequence[Path], *, field: str) -> tuple[Path, ...]:
+def find_files(paths: Sequence[Path], *, field: str, leave_out: Sequence[Path] = ()) -> tuple[Path, ...]:
     """The files that paths and patterns name, each once, those of one pattern sorted; `-` stays.
+
+    A pattern does not match what is in `leave_out`, under whatever name.
 
     ConfigError, one line that names `field` and the file: a pattern without a match, a file that is missing or a
     directory; DataError for one that is empty.
@@ -88,12 +93,15 @@ def find_files(paths: Sequence[Path], *, field: str) -> tuple[Path, ...]:
     files: dict[Path, None] = {}
     for path in paths:
         if path == STDIN:
+            if sys.stdin is None:
+                raise ConfigError(f"{field}: '-' is standard input, which is closed; pipe rows in, or name a file")
             files[path] = None
             continue
         if _PATTERN.isdisjoint(str(path)) or path.exists():
             files[path] = None
             continue
         matches = sorted(match for match in map(Path, glob.glob(str(path), recursive=True)) if not match.is_dir())  # noqa: PTH207 - it knows `**`, and absolute patterns
+        matches = [match for match in matches if not any(same_file(match, other) for other in leave_out)]
         if not matches:
             raise ConfigError(f"{field}: the pattern '{path}' matches no file")
         files.update(dict.fromkeys(matches))
@@ -101,6 +109,14 @@ def find_files(paths: Sequence[Path], *, field: str) -> tuple[Path, ...]:
         if path != STDIN:
             _check(path, field)
     return tuple(files)
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Whether two names mean one file, links included; also where it does not exist yet."""
+    try:
+        return one.samefile(other)
+    except OSError:
+        return one.resolve() == other.resolve()
 
 
 def _check(path: Path, field: str) -> None:
@@ -114,9 +130,9 @@ def _check(path: Path, field: str) -> None:
         raise DataError(f"{path}: empty file; take it out of {field}")
 
 
-def open_rows(paths: Sequence[Path], *, field: str) -> Rows:
+def open_rows(paths: Sequence[Path], *, field: str, leave_out: Sequence[Path] = ()) -> Rows:
     """All rows of the files that `paths` name, in order; see `find_files` for what is refused at once."""
-    return Rows(find_files(paths, field=field))
+    return Rows(find_files(paths, field=field, leave_out=leave_out))
 
 
 def lines_of(rows: Iterable[RawRow]) -> Iterator[tuple[Where, bytes]]:
@@ -166,13 +182,16 @@ class Rows:
             compression = _compression(head)
             if compression:
                 chunks = _chunks(path, _decompressed(file, compression).read)
-            first, chunks = _first_chunk(chunks)
+            first, num_blank, chunks = _first_chunk(chunks)
             form = "compressed twice" if compression and _compression(first) else _stranger(first)
             if first.startswith(_PARQUET):
                 form = f"Parquet inside {compression}; unpack it"
             if form:
                 raise DataError(f"{path}: {form}")
-            yield from (_elements if first.lstrip(_BLANK).startswith(b"[") else _lines)(path, chunks)
+            if first.lstrip(_BLANK).startswith(b"["):
+                yield from _elements(path, chunks)
+            else:
+                yield from _lines(path, chunks, num_blank)
 
     def _consume(self, num_bytes: int) -> None:
         self.consumed_bytes += num_bytes
@@ -192,6 +211,7 @@ class Rows:
                     return
                 names = file.schema_arrow.names
                 plain = [_plain(field.type) for field in file.schema_arrow]
+                floats = [field.name for field in file.schema_arrow if _has_floats(field.type)]
                 for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, use_threads=False):
                     columns = [
                         column.to_pylist() if convert is None else [convert(value) for value in column.to_pylist()]
@@ -200,7 +220,8 @@ class Rows:
                     for values in zip(*columns, strict=True):
                         number += 1
                         row = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-                        yield RawRow(path, number, encoder.encode(row))
+                        mended = any(_has_no_number(row.get(name)) for name in floats)
+                        yield RawRow(path, number, encoder.encode(row), mended=mended)
                     self.consumed_bytes = start + size * number // file.metadata.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             what = " ".join(str(error).split())
@@ -282,25 +303,37 @@ def _chunks(path: Path, read: Callable[[int], bytes]) -> Iterator[bytes]:
         yield chunk
 
 
-def _first_chunk(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """What the file begins with, blank space and a byte order mark left out, and all chunks with it."""
+def _first_chunk(chunks: Iterator[bytes]) -> tuple[bytes, int, Iterator[bytes]]:
+    """What the file begins with, without a byte order mark and blank lines; how many these were; all that is left."""
     first = b""
+    num_blank = 0
+    at_start = True
     for chunk in chunks:
         first += chunk
-        if len(first) >= _MAGIC_BYTES and not first.isspace():
+        if at_start and len(first) >= len(_BOM):
+            first = first.removeprefix(_BOM)
+            at_start = False
+        if first.isspace():
+            # Let go of as we read: there may be any amount of it.
+            at_start = False
+            num_blank += first.count(b"\n")
+            first = first[first.rfind(b"\n") + 1 :]
+            first = first if len(first) <= CHUNK_BYTES else b""
+        elif len(first) >= _MAGIC_BYTES:
             break
-    first = first.removeprefix(_BOM)
+    if at_start:
+        first = first.removeprefix(_BOM)
     rest = chunks
 
     def all_chunks() -> Iterator[bytes]:
         yield first
         yield from rest
 
-    return first, all_chunks()
+    return first, num_blank, all_chunks()
 
 
-def _lines(path: Path, chunks: Iterator[bytes]) -> Iterator[RawRow]:
-    number = 0
+def _lines(path: Path, chunks: Iterator[bytes], number: int) -> Iterator[RawRow]:
+    """The lines that are not blank; `number` came before them."""
     pending: list[bytes] = []
     num_pending = 0
     for chunk in chunks:
@@ -391,6 +424,21 @@ def _require_utf8(row: RawRow) -> None:
         row.data.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{row.where}: invalid UTF-8 at byte {error.start} of the row; save it as UTF-8") from None
+
+
+def _has_floats(kind: Any) -> bool:
+    import pyarrow.types as is_
+
+    return is_.is_floating(kind) or any(_has_floats(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _has_no_number(value: Any) -> bool:
+    """NaN or Infinity anywhere in it."""
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, dict):
+        return any(map(_has_no_number, value.values()))
+    return isinstance(value, list) and any(map(_has_no_number, value))
 
 
 def _plain(kind: Any) -> Callable[[Any], Any] | None:

@@ -22,7 +22,7 @@ import xxhash
 
 from eyas.config import MergeConfig
 from eyas.data.canonical import CANONICAL_VERSION
-from eyas.data.files import STDIN, Rows, open_rows
+from eyas.data.files import STDIN, Rows, find_files, open_rows, same_file
 from eyas.data.leakage import Benchmarks
 from eyas.data.merge_receipt import MergeReceipt
 from eyas.data.mixture import Mixture
@@ -45,18 +45,21 @@ def merge(config: MergeConfig, progress: Progress) -> MergeReceipt:
     """
     started = time.monotonic()
     out = _checked(config)
-    sources = [open_rows([s.path], field=f"merge.sources[{i}].path") for i, s in enumerate(config.sources)]
-    benchmark_files = open_rows(config.benchmarks, field="merge.benchmarks").files
-    for rows in sources:
-        if out.resolve() in {file.resolve() for file in rows.files}:
-            raise ConfigError(f"merge.out: {out} is one of merge.sources")
+    # A pattern for all that lies beside the output must not match what the last run made.
+    own = (out, report_path(out)) if report_path(out).exists() else ()
+    sources = [
+        open_rows([s.path], field=f"merge.sources[{i}].path", leave_out=own) for i, s in enumerate(config.sources)
+    ]
+    benchmark_files = find_files(config.benchmarks, field="merge.benchmarks", leave_out=own)
+    _require_apart(out, "merge.sources", [file for rows in sources for file in rows.files])
+    _require_apart(out, "merge.benchmarks", benchmark_files)
     inputs = _inputs_digest(config, sources, benchmark_files)
     with scratch_beside(out) as scratch:
         if inputs and (receipt := _made_before(out, inputs, progress)) is not None:
             return receipt
         if config.benchmarks:
             progress.show(f"merge: reading {len(benchmark_files)} benchmarks", force=True)
-        mix = Mixture(config, sources, Benchmarks(config.benchmarks, config.ngram) if config.benchmarks else None)
+        mix = Mixture(config, sources, Benchmarks(benchmark_files, config.ngram) if config.benchmarks else None)
         with disk_errors(out):
             shuffle = Shuffle(scratch / "buckets", config.seed)
             for _ in mix.collect(shuffle):
@@ -98,6 +101,17 @@ def _checked(config: MergeConfig) -> Path:
     if problems or config.out is None:
         raise ConfigError("\n".join(problems))
     return config.out
+
+
+def _require_apart(out: Path, field: str, files: Sequence[Path]) -> None:
+    """ConfigError where writing the output or its report would destroy one of the files."""
+    for file in files:
+        if file == STDIN:
+            continue
+        if same_file(file, out):
+            raise ConfigError(f"merge.out: {out} is one of {field}{'' if file == out else f': {file}'}")
+        if same_file(file, report_path(out)):
+            raise ConfigError(f"{field}: {file} is the report of merge.out, which is written anew; take it out")
 
 
 def _inputs_digest(config: MergeConfig, sources: Sequence[Rows], benchmarks: Sequence[Path]) -> str:

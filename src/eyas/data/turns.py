@@ -28,6 +28,9 @@ from eyas.data.spelling import (
 PROMPT_KEYS = ("prompt", "instruction", "question", "query")
 ANSWER_KEYS = ("completion", "response", "output", "answer")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+MEDIA_KEYS = ("images", "image", "audio", "audios", "video", "videos")
+"""Beside the text of a message or of a row: more than text, unless there is nothing in it."""
+NOTHING = (b"null", b'""', b"[]", b"{}", b"false")
 
 
 class Drop(Exception):
@@ -268,6 +271,7 @@ def _message(result: Conversation, turn: Fields, number: int, with_texts: bool) 
             value, spelling = _calls(value)
         elif key == "function_call" and raw[:1] == b"{":
             value, spelling = _call(an_object.decode(value))
+        result.non_text |= key in MEDIA_KEYS and value not in NOTHING
         if value not in (b"null", b'""', b"[]"):
             others.append((key_of(key), value, spelling))
             speaks |= key in ("tool_calls", "function_call") or key in REASONING_KEYS
