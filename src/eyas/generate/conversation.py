@@ -26,6 +26,8 @@ from eyas.generate.answers import Usage, encode_json
 from eyas.generate.prompts import Prompt, is_assistant
 from eyas.generate.reply import Answer
 
+SENT_BACK = ("role", "content", "tool_calls", "tool_call_id", "name")
+"""What servers take of a message that one of them wrote; many refuse its reasoning."""
 STOP, LENGTH, TOOL_CALLS, CONTENT_FILTER = "stop", "length", "tool_calls", "content_filter"
 
 
@@ -48,6 +50,7 @@ class Conversation:
     """A prompt and its answers so far. `done` is set when there is nothing left to ask."""
 
     __slots__ = (
+        "_kept",
         "_loss_mask",
         "_next",
         "_token_ids",
@@ -69,6 +72,9 @@ class Conversation:
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.messages: list[dict[str, Any]] = []
+        """As they are sent."""
+        self._kept: list[dict[str, Any]] = []
+        """The same as the row has them: all that servers wrote."""
         self.finish_reasons: list[str] = []
         self.answered_by: list[tuple[str, ...]] = []
         self.generation_ids: list[str] = []
@@ -105,7 +111,8 @@ class Conversation:
         if reason is not None:
             self.end(reason, f"turn {len(self.finish_reasons) + 1}: {_describe(answer)}")
             return
-        self.messages.append(answer.message)
+        self._kept.append(answer.message)
+        self.messages.append({name: answer.message[name] for name in SENT_BACK if name in answer.message})
         self.finish_reasons.append(answer.finish_reason)
         self.answered_by.append(answer.answered_by)
         self.generation_ids.append(answer.generation_id)
@@ -123,6 +130,7 @@ class Conversation:
         self.done, self.ended, self.detail = True, str(reason), detail
         while self.messages and not is_assistant(self.messages[-1]):
             self.messages.pop()
+            self._kept.pop()
 
     def row(self) -> dict[str, Any]:
         """The answered conversation as it stands in the output."""
@@ -133,7 +141,7 @@ class Conversation:
             "id": prompt.prompt_id,
             "source": prompt.source,
             "tags": prompt.tags,
-            "messages": self.messages,
+            "messages": self._kept,
             "finish_reason": self.finish_reasons,
         }
         if len(self._turns) < len(self.finish_reasons):
@@ -196,6 +204,7 @@ class Conversation:
                 if isinstance(call, dict) and call.get("id") and "tool_call_id" in following[i]:
                     following[i] = {**following[i], "tool_call_id": call["id"]}
         self.messages += following
+        self._kept += following
 
 
 def _mismatch(calls: list[Any], results: list[dict[str, Any]]) -> str:
@@ -203,7 +212,8 @@ def _mismatch(calls: list[Any], results: list[dict[str, Any]]) -> str:
     if len(calls) != len(results):
         return f"{len(calls)} calls, {len(results)} results in the prompt"
     for call, result in zip(calls, results, strict=True):
-        called = call.get("function", {}).get("name") if isinstance(call, dict) else None
+        function = call.get("function") if isinstance(call, dict) else None
+        called = function.get("name") if isinstance(function, dict) else None
         if result.get("name") and called and result["name"] != called:
             return f"called {str(called)[:60]}, the result in the prompt is of {str(result['name'])[:60]}"
     return ""

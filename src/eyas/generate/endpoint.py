@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections import Counter
 from typing import Any
@@ -33,6 +32,9 @@ MAX_AWAY_S = 60.0
 """Longest pause between two tries of a server that is gone."""
 MIN_STREAK = 8
 """So many faults in a row, beside those in flight, and a server is set aside as if it were gone."""
+
+MIN_BODY_BYTES = 8 << 20
+"""An answer may be so large, and more with its prompt and the tokens that were asked for."""
 
 
 class Endpoint:
@@ -98,13 +100,20 @@ class Endpoint:
 
     async def ask(self, body: dict[str, Any], *, timeout_s: float) -> Outcome:
         """One chat completion. Whatever goes wrong is an outcome; what it says of the server is learned here."""
-        if self.asks_token_ids:
-            body = {**body, TOKEN_IDS_FIELD: True}
+        asks_token_ids = self.asks_token_ids and TOKEN_IDS_FIELD not in body
         sent_at = time.monotonic()
-        outcome = await self._post(encode_json(body), self.pace.timeout_s(timeout_s))
+        outcome = await self._post({**body, TOKEN_IDS_FIELD: True} if asks_token_ids else body, timeout_s)
+        if _is_about_field(outcome) and asks_token_ids:
+            # Only an answer shows that it was the field: the text may be about something else.
+            self.faults[FaultKind.UNKNOWN_FIELD] += 1
+            sent_at = time.monotonic()
+            outcome = await self._post(body, timeout_s)
+            if isinstance(outcome, Answer):
+                self.asks_token_ids = False
+        if isinstance(outcome, Fault) and _is_about_field(outcome):
+            hint = f"; generate.extra sets {TOKEN_IDS_FIELD}, take it out" if TOKEN_IDS_FIELD in body else ""
+            outcome = Refusal(REFUSED, outcome.detail + hint)
         now = time.monotonic()
-        if isinstance(outcome, Fault) and outcome.kind is FaultKind.UNKNOWN_FIELD and TOKEN_IDS_FIELD not in body:
-            outcome = Refusal(REFUSED, outcome.detail)
         if isinstance(outcome, Fault):
             self._learn_fault(outcome, sent_at, now)
         else:
@@ -119,25 +128,30 @@ class Endpoint:
         """Status and body of something else than a completion."""
         try:
             async with asyncio.timeout(timeout_s):
-                response = await self._connections.request("GET", path, headers=self._headers)
+                request = httpx.Request("GET", self.url + path, headers=self._headers, extensions=self._extensions)
+                status, _, body = await self._send(request, MIN_BODY_BYTES)
+        except _TooBigError as error:
+            return Fault(FaultKind.TOO_BIG, str(error))
         except TimeoutError:
             return Fault(FaultKind.TIMEOUT, f"no answer within {timeout_s:.0f} s")
         except (httpx.HTTPError, OSError) as error:
             return Fault(FaultKind.GONE, self._why(error))
-        return response.status_code, response.content
+        return status, body
 
     async def aclose(self) -> None:
         await self._connections.aclose()
 
-    async def _post(self, body: bytes, timeout_s: float) -> Outcome:
+    async def _post(self, asked: dict[str, Any], timeout_s: float) -> Outcome:
+        body, timeout_s = encode_json(asked), self.pace.timeout_s(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 # Built by hand: the client would parse the address, and merge headers, once more for each request.
                 request = httpx.Request(
                     "POST", self._completions, headers=self._headers, content=body, extensions=self._extensions
                 )
-                async with self._connections.take() as client:
-                    response = await client.send(request)
+                status, headers, told = await self._send(request, _most_bytes(asked, len(body)))
+        except _TooBigError as error:
+            return Fault(FaultKind.TOO_BIG, str(error))
         except TimeoutError:
             return Fault(FaultKind.TIMEOUT, f"no whole answer within {timeout_s:.0f} s")
         except httpx.RemoteProtocolError as error:
@@ -149,28 +163,37 @@ class Endpoint:
             return Fault(FaultKind.GONE, self._why(error))
         except (httpx.HTTPError, OSError) as error:
             return Fault(FaultKind.CONNECTION, self._why(error))
-        return self._scrubbed(classify(response.status_code, response.headers, self._key.scrub_bytes(response.content)))
+        return classify(status, headers, told, self._key)
 
-    def _scrubbed(self, outcome: Outcome) -> Outcome:
-        """Once more behind JSON's escapes, which may spell the key otherwise."""
-        if not isinstance(outcome, Answer) and self._key.is_in(outcome.detail):
-            return dataclasses.replace(outcome, detail=self._key.scrub(outcome.detail))
-        return outcome
+    async def _send(self, request: httpx.Request, most_bytes: int) -> tuple[int, httpx.Headers, bytes]:
+        """Status, headers and whole body, of which no more than `most_bytes` are ever held."""
+        async with self._connections.take() as client:
+            response = await client.send(request, stream=True)
+            try:
+                if "," in response.headers.get("content-encoding", ""):
+                    raise httpx.DecodingError("compressed more than once")  # bombs, mostly
+                chunks, num_bytes = [], 0
+                async for chunk in response.aiter_bytes():
+                    num_bytes += len(chunk)
+                    if num_bytes > most_bytes:
+                        raise _TooBigError(f"an answer of more than {most_bytes:,} bytes")
+                    chunks.append(chunk)
+            finally:
+                await response.aclose()
+        return response.status_code, response.headers, b"".join(chunks)
 
     def _why(self, error: BaseException) -> str:
         return self._key.scrub(f"{type(error).__name__}: {error}".rstrip(": "))[:200]
 
     def _learn_fault(self, fault: Fault, sent_at: float, now: float) -> None:
         self.faults[fault.kind] += 1
-        if fault.kind is FaultKind.UNKNOWN_FIELD:
-            self.asks_token_ids = False
-            return
         if fault.kind is FaultKind.TIMEOUT:
             self.pace.timed_out()
         if fault.kind in CONGESTION:
             pause = self.pace.congested(sent_at)
             if fault.kind is not FaultKind.TIMEOUT:
-                self._pause(now + (pause if fault.retry_after_s is None else fault.retry_after_s))
+                # Some servers always say 0, or a date in the past.
+                self._pause(now + max(pause, fault.retry_after_s or 0.0))
         elif fault.retry_after_s is not None:
             self._pause(now + fault.retry_after_s)
         if fault.kind is FaultKind.RATE_LIMIT:
@@ -186,3 +209,17 @@ class Endpoint:
     def _pause(self, until: float) -> None:
         self._paused_until = max(self._paused_until, until)
         self._changed.set()
+
+
+class _TooBigError(Exception):
+    """A body without end."""
+
+
+def _is_about_field(outcome: Outcome) -> bool:
+    return isinstance(outcome, Fault) and outcome.kind is FaultKind.UNKNOWN_FIELD
+
+
+def _most_bytes(asked: dict[str, Any], asked_bytes: int) -> int:
+    """Of an answer: prompt and answer in token ids and text, and what may be told of each new token."""
+    new = asked.get("max_tokens")
+    return MIN_BODY_BYTES + 16 * asked_bytes + 4096 * (new if isinstance(new, int) else 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import urllib.parse
+from pathlib import Path
 
 import httpx
 
@@ -11,8 +13,14 @@ from eyas.config import GenerateConfig
 from eyas.errors import ConfigError
 
 MASK = "***"
-SECRET_NAMES = ("api_key", "apikey", "authorization", "headers", "extra_headers", "token", "password", "secret")
-"""Fields that have no business in a request's body, and would stand in every row."""
+MIN_DISTINCT = 8
+"""A shorter key, like `EMPTY` or `1`, is no secret and occurs by chance: what servers name is left as it is."""
+_SECRET_NAME = re.compile(
+    r"headers|extraheaders|auth|bearer|(access|auth|bearer|secret)?token|credentials?"
+    r"|.*(apikey|authorization|password|passwd|secret|secretkey|privatekey)"
+)
+_PLAIN_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
+_KEY_PREFIX = re.compile(r"(sk|pk|rk|hf|gsk|xai|nvapi|api|key|AIza|eyJ)[-_A-Z0-9]", re.IGNORECASE)
 
 
 class Key:
@@ -20,6 +28,9 @@ class Key:
 
     def __init__(self, text: str = "") -> None:
         self._text = text
+        # As it stands, and as JSON in JSON may spell it.
+        spelled = "".join(rf"(?:\\{{1,8}}u(?i:{ord(letter):04x})|\\{{0,8}}{re.escape(letter)})" for letter in text)
+        self._spelled = re.compile(spelled) if text else None
 
     def __repr__(self) -> str:
         return f"Key({MASK if self._text else ''})"
@@ -29,15 +40,21 @@ class Key:
         return {"authorization": f"Bearer {self._text}"} if self._text else {}
 
     def scrub(self, text: str) -> str:
-        """A server's words without the key: some repeat what they were sent."""
-        return text.replace(self._text, MASK) if self._text else text
+        """A server's words without the key, for people to read: some repeat what they were sent."""
+        return self._spelled.sub(MASK, text) if self._spelled is not None else text
 
-    def scrub_bytes(self, body: bytes) -> bytes:
-        """As `scrub`, before anything is read or cut."""
-        return body.replace(self._text.encode(), MASK.encode()) if self._text else body
+    def mask(self, text: str) -> str:
+        """A name that a server gives, for a row: without the key, unless that is too short to be one."""
+        return self.scrub(text) if self.is_in(text) else text
 
     def is_in(self, text: str) -> bool:
-        return bool(self._text) and self._text in text
+        """Whether it holds the key, and not by chance."""
+        return self._spelled is not None and len(self._text) >= MIN_DISTINCT and bool(self._spelled.search(text))
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a field of this name holds a secret, which has no business in a request's body and so in every row."""
+    return bool(_SECRET_NAME.fullmatch(re.sub(r"[-_\s.]", "", name).lower()))
 
 
 def read_key(config: GenerateConfig) -> Key:
@@ -45,15 +62,27 @@ def read_key(config: GenerateConfig) -> Key:
     if config.api_key_env and config.api_key_file is not None:
         raise ConfigError("generate.api_key_env and generate.api_key_file are both set; keep one of them")
     if config.api_key_env:
-        where = f"the environment variable {config.api_key_env} (generate.api_key_env)"
-        text = os.environ.get(config.api_key_env, "")
+        name = config.api_key_env
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
+            raise ConfigError(
+                "generate.api_key_env: is not the name of an environment variable; it names the variable that holds "
+                "the key, like MY_KEY, and is not the key itself"
+            )
+        text = os.environ.get(name, "")
+        shown = f" {name}" if text.strip() or _PLAIN_NAME.fullmatch(name) else ""
+        where = f"the environment variable{shown} (generate.api_key_env)"
         if not text.strip():
             raise ConfigError(f"{where} is not set; export the key under that name")
     elif config.api_key_file is not None:
+        if _is_key_in_place_of_path(config.api_key_file):
+            raise ConfigError(
+                "generate.api_key_file: there is no such file, and it reads like a key; it names the file that holds "
+                "the key, and is not the key itself"
+            )
         where = f"{config.api_key_file} (generate.api_key_file)"
         try:
             text = config.api_key_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not text"
             raise ConfigError(f"{where}: cannot be read: {reason}") from None
         if not text.strip():
@@ -64,6 +93,18 @@ def read_key(config: GenerateConfig) -> Key:
     if not text.isascii() or not text.isprintable() or " " in text:
         raise ConfigError(f"{where}: is not a key: it holds spaces, line ends or other than ASCII characters")
     return Key(text)
+
+
+def _is_key_in_place_of_path(path: Path) -> bool:
+    """Whether nothing lies there, and a part of it that does not exist looks like a key."""
+    while not os.path.lexists(path):
+        name = path.name
+        if _KEY_PREFIX.match(name) or re.fullmatch(r"(?=.*[0-9])(?=.*[A-Za-z])[-\w+=]{16,}|.{65,}", name, re.DOTALL):
+            return True
+        if path == path.parent:
+            break
+        path = path.parent
+    return False
 
 
 def check_endpoint(url: str) -> str:

@@ -36,7 +36,7 @@ async def only_model(
             elif found[0] >= 500 or found[0] == 429:
                 failures.append(f"{url}: status {found[0]}")
             else:
-                return _model_in(url, *found)
+                return _model_in(url, *found, key)
         if time.monotonic() > deadline:
             raise EngineUnavailable(f"no server: {'; '.join(failures)}; the same command goes on from here")
         progress.show(f"generate: {'; '.join(failures)}; next try in {human_time(pause)}")
@@ -48,14 +48,19 @@ async def only_model(
         pause = min(10.0, 2 * pause)
 
 
-def _model_in(url: str, status: int, body: bytes) -> str:
+def _model_in(url: str, status: int, body: bytes, key: Key) -> str:
     if status in (401, 403):
         raise ConfigError(f"{url} answers {status}: the key is missing, wrong, or may not do this")
     try:
         names = [str(model["id"]) for model in json.loads(body)["data"]] if status == 200 else []
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         names = []
     if len(names) != 1:
+        shown = ", ".join(key.scrub(name)[:200] for name in names[:5])
         listed = f"lists {len(names)} models" if names else f"lists no models (status {status})"
-        raise ConfigError(f"{url} {listed}; set generate.model" + (f", {', '.join(names[:5])} say" if names else ""))
+        raise ConfigError(f"{url} {listed}; set generate.model" + (f", {shown} say" if names else ""))
+    if key.is_in(names[0]):
+        raise ConfigError(
+            f"{url} lists the key as its model, and the model's name stands in every row; set generate.model"
+        )
     return names[0]
