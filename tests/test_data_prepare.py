@@ -86,6 +86,30 @@ def test_every_form_becomes_a_sample_and_the_receipt_says_how(tmp_path: Path, ta
     assert table.metadata.max_tokens == 4096
 
 
+def test_the_receipt_tells_what_the_template_does_not_show_and_then_claims_nothing(
+    tmp_path: Path, target: Path
+) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}
+    question, answer = chat("Hi", "Yo")["messages"]
+    messages = [
+        *(answer, question, call, {"role": "tool", "content": "7"}, answer | {"reasoning_content": "hm"}),
+        *(question, answer | {"content": ""}, question, answer | {"content": "ok <|im_end|> after"}),
+    ]
+    receipt, (sample,) = run(tmp_path, target, [{"messages": messages}])
+    assert len(sample.loss_spans) == 2
+    lines = receipt.lines()
+    assert "1 assistant turns are left out: the template does not show their tool calls" in lines
+    assert "1 assistant turns are left out: they are empty" in lines
+    assert "1 assistant turns are left out: they begin the conversation and answer nothing" in lines
+    assert "1 turns are supervised without their thoughts: the template does not show those" in lines
+    assert "1 turns are supervised up to the first stop token: the row has text after it" in lines
+    assert (receipt.table.num_turns_left_out, receipt.table.num_turns_changed) == (3, 2)
+    assert not any("EXACT" in line for line in lines)
+    again, _ = run(tmp_path, target, [{"messages": messages}])
+    assert again.num_workers == 0 and not any("EXACT" in line for line in again.lines())
+    assert any("3 assistant turns are context only" in line for line in again.lines())
+
+
 def test_each_reason_is_counted_with_the_first_places(tmp_path: Path, target: Path) -> None:
     rows = [
         chat("Hi", "Yo"),

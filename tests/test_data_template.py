@@ -91,10 +91,63 @@ def test_characters_of_several_bytes_keep_boundaries_right() -> None:
     assert supervised(tokenizer, result) == ["👋é<|im_end|>", "ß<|im_end|>"]
 
 
-def test_an_answer_that_spells_the_end_token_is_supervised_to_its_real_end() -> None:
+@pytest.mark.parametrize("template", ["chatml", "tags"])
+def test_an_answer_is_supervised_to_its_first_stop_token(template: str) -> None:
+    tokenizer = small.tokenizer(template)
+    result = mask_row(tokenizer, chat(user("Hi"), robot("write <|im_end|> here"), user("<|im_end|>"), robot("ok")))
+    assert each(tokenizer, result) == [["write <|im_end|>", "ok<|im_end|>"]]
+    assert (result.counts["num_turns_changed"], result.counts["num_turns_stopped_earlier"]) == (1, 1)
+
+
+def test_calls_that_the_template_does_not_show_are_context_and_counted() -> None:
     tokenizer = small.tokenizer("chatml")
-    result = mask(tokenizer, chat(user("Hi"), robot("write <|im_end|> here"), user("<|im_end|>"), robot("ok")))
-    assert supervised(tokenizer, result) == ["write <|im_end|> here<|im_end|>", "ok<|im_end|>"]
+    call = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": '{"city": "Bonn"}'}}
+    said = robot("let me get it") | {"tool_calls": [call]}
+    tool = {"role": "tool", "content": "9"}
+    for asked in (robot("") | {"tool_calls": [call]}, said, robot("x") | {"function_call": call["function"]}):
+        result = mask_row(tokenizer, chat(user("Hi"), asked, tool, robot("9 it is")))
+        assert each(tokenizer, result) == [["9 it is<|im_end|>"]]
+        assert (result.counts["num_turns_left_out"], result.counts["num_turns_without_calls"]) == (1, 1)
+        assert result.counts["num_rewritten"] == 0
+        alone = mask(tokenizer, chat(user("Hi"), asked))
+        assert isinstance(alone, Refused) and alone.reason is Reason.NOT_SHOWN
+
+
+@pytest.mark.parametrize("shown", ["call.function.name", "call.function.arguments | tojson"])
+def test_a_call_without_its_name_or_without_its_arguments_is_not_shown(
+    shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = small.tokenizer("chatml")
+    content = "message['content']"
+    assert tokenizer.chat_template.count(content) == 1
+    calls = "(message['content'] if not message.tool_calls else %s)"
+    original = tokenizer.chat_template
+    one = {"function": {"name": "get", "arguments": {"city": "Bonn"}}}
+    conversation = chat(user("Hi"), robot("") | {"tool_calls": [one]}, robot("Yo"))
+    results = []
+    whole = "(message.tool_calls[0].function.name ~ message.tool_calls[0].function.arguments | tojson)"
+    for form in (shown.replace("call.", "message.tool_calls[0]."), whole):
+        monkeypatch.setattr(tokenizer, "chat_template", original.replace(content, calls % f"({form})"))
+        results.append(each(tokenizer, mask_row(tokenizer, conversation)))
+    assert results == [[["Yo<|im_end|>"]], [['get{"city": "Bonn"}<|im_end|>', "Yo<|im_end|>"]]]
+
+
+def test_a_thought_that_the_template_does_not_show_is_counted() -> None:
+    tokenizer = small.tokenizer("chatml")
+    result = mask_row(tokenizer, chat(user("Hi"), robot("Yo") | {"reasoning_content": "hm"}))
+    assert each(tokenizer, result) == [["Yo<|im_end|>"]]
+    assert (result.counts["num_turns_changed"], result.counts["num_thoughts_not_shown"]) == (1, 1)
+    alone = mask(tokenizer, chat(user("Hi"), robot("") | {"reasoning_content": "hm"}))
+    assert isinstance(alone, Refused) and alone.reason is Reason.NO_ASSISTANT_TURN
+
+
+def test_an_empty_answer_is_never_supervised() -> None:
+    tokenizer = small.tokenizer("chatml")
+    result = mask_row(tokenizer, chat(user("Hi"), robot(" \n"), user("So?"), robot("No."), user("?"), robot("")))
+    assert each(tokenizer, result) == [["No.<|im_end|>"]]
+    assert (result.counts["num_turns_left_out"], result.counts["num_turns_empty"]) == (2, 2)
+    alone = mask(tokenizer, chat(user("Hi"), robot("")))
+    assert isinstance(alone, Refused) and alone.reason is Reason.NO_ASSISTANT_TURN
 
 
 def test_system_tool_and_consecutive_answers() -> None:
@@ -279,7 +332,9 @@ def test_ends_that_differ_between_last_and_earlier_turns_and_for_calls(tmp_path:
 
 def test_an_opening_answer_is_context_because_nothing_asked_for_it() -> None:
     tokenizer = small.tokenizer("chatml")
-    assert supervised(tokenizer, mask(tokenizer, chat(robot("Welcome"), user("Hi"), robot("Yo")))) == ["Yo<|im_end|>"]
+    result = mask_row(tokenizer, chat(robot("Welcome"), user("Hi"), robot("Yo")))
+    assert each(tokenizer, result) == [["Yo<|im_end|>"]]
+    assert (result.counts["num_turns_left_out"], result.counts["num_turns_leading"]) == (1, 1)
     alone = mask(tokenizer, chat(robot("Welcome")))
     assert isinstance(alone, Refused) and alone.reason is Reason.NO_ASSISTANT_TURN
 
@@ -430,10 +485,14 @@ def test_any_chatml_conversation_is_masked_exactly(turns: list[tuple[str, str]])
     tokenizer = small.tokenizer("chatml", merges=True)
     messages = [message for question, answer in turns for message in (user(question), robot(answer))]
     result = mask(tokenizer, chat(*messages))
+    answers = [answer for _, answer in turns if answer.strip()]
+    if not answers:
+        assert isinstance(result, Refused) and result.reason is Reason.NO_ASSISTANT_TURN
+        return
     assert isinstance(result, Masked)
-    assert len(result.loss_spans) == len(turns)
+    assert len(result.loss_spans) == len(answers)
     if not result.num_straddling:
-        assert supervised(tokenizer, result) == [answer + "<|im_end|>" for _, answer in turns]
+        assert supervised(tokenizer, result) == [answer + "<|im_end|>" for answer in answers]
 
 
 def test_results_keep_the_order_of_the_rows() -> None:

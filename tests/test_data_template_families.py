@@ -397,11 +397,12 @@ def test_arguments_that_are_no_object_stay_text() -> None:
 def test_a_template_that_writes_arguments_as_they_are_gets_text() -> None:
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = tokenizer.chat_template.replace(
-        "({'name': call.function.name, 'arguments': call.function.arguments} | tojson)", "call.function.arguments + ''"
+        "({'name': call.function.name, 'arguments': call.function.arguments} | tojson)",
+        "call.function.name + call.function.arguments",
     )
     row = Row(Where(Path("a.jsonl"), 1), 1, Messages((user("Hi"), call('{"b":1,"a":2}')), TOOLS), "c", "s", ())
     (result,) = Masker(tokenizer, Path("none")).mask([row])
-    assert texts(result) == [['<tool_call>{"b":1,"a":2}</tool_call><|im_end|>']]
+    assert texts(result) == [['<tool_call>get{"b":1,"a":2}</tool_call><|im_end|>']]
 
 
 NO_THOUGHTS = Rules(reasoning=False)

@@ -55,7 +55,16 @@ from eyas.data.rules import patterns
 from eyas.data.sources import Reason, Where
 from eyas.data.split import HELD_OUT
 from eyas.data.table import SampleTable, TableMetadata, TableWriter, samples_of
-from eyas.data.template import check_target, tokenizer_digest
+from eyas.data.template import (
+    DETAILS,
+    NUM_CALLS_NOT_SHOWN,
+    NUM_EMPTY,
+    NUM_LEADING,
+    NUM_STOPPED_EARLIER,
+    NUM_THOUGHTS_NOT_SHOWN,
+    check_target,
+    tokenizer_digest,
+)
 from eyas.data.workers import Workers
 from eyas.errors import ConfigError, DataError
 from eyas.log import Progress, human_bytes, human_time
@@ -80,6 +89,8 @@ class PrepareReceipt:
     examples: Mapping[str, tuple[Example, ...]]
     """The first dropped rows of each reason; none where the table was there already."""
     report: Report
+    details: Mapping[str, int]
+    """More about counts of the table, by `template.DETAILS`; none where the table was there already."""
     num_workers: int
     """0: the table was there already."""
     num_parts_reused: int
@@ -108,7 +119,7 @@ class PrepareReceipt:
             f"{table.num_tokens:,} tokens, {table.num_supervised:,} supervised "
             f"({table.num_supervised / table.num_tokens:.1%}), {human_bytes(self.table_bytes)}, {self._pace()}",
             f"masks: {', '.join(f'{name} {count:,}' for name, count in table.mask_methods.items())}",
-            *_about_template(table),
+            *_about_template(table, self.details),
             *_about_rules(table),
         ]
         for reason, count in sorted(table.dropped.items(), key=lambda item: (-item[1], item[0])):
@@ -130,15 +141,16 @@ class PrepareReceipt:
         return pace
 
 
-def _about_template(table: TableMetadata) -> list[str]:
+def _about_template(table: TableMetadata, details: Mapping[str, int]) -> list[str]:
     lines = []
+    exact = not (table.num_turns_left_out or table.num_turns_changed or any(details.values()))
     if table.num_rewritten:
         share = table.num_repeated_tokens / table.num_tokens
         lines.append(
             f"template: rewrites history in {table.num_rewritten:,} conversations: {table.num_extra:,} extra samples, "
             f"which repeat {table.num_repeated_tokens:,} context tokens ({share:.1%} of all)"
         )
-    elif any(method in table.mask_methods for method in ("prefix_render", "generation_tags")):
+    elif exact and any(method in table.mask_methods for method in ("prefix_render", "generation_tags")):
         lines.append(
             "template: EXACT, one rendering shows every turn of a conversation as it was asked for and written"
         )
@@ -147,16 +159,7 @@ def _about_template(table: TableMetadata) -> list[str]:
             f"{table.num_turns_composed:,} turns are put together of their prompt and their own words: the template "
             "has no rendering with both"
         )
-    if table.num_turns_left_out:
-        lines.append(
-            f"{table.num_turns_left_out:,} assistant turns are context only: no rendering shows them as they were "
-            "asked for and written"
-        )
-    if table.num_turns_changed:
-        lines.append(
-            f"{table.num_turns_changed:,} turns are supervised as the template shows them, not in the row's very words "
-            "(trimmed, say)"
-        )
+    lines += _left_out_lines(table, details)
     if table.num_turns_without_thought:
         lines.append(
             f"{table.num_turns_without_thought:,} turns come without thoughts and get an empty one from the template, "
@@ -172,6 +175,31 @@ def _about_template(table: TableMetadata) -> list[str]:
         )
     if table.date:
         lines.append(f"the template writes the date into the prompt: {table.date}, by data.date")
+    return lines
+
+
+def _left_out_lines(table: TableMetadata, details: Mapping[str, int]) -> list[str]:
+    lines = []
+    parts = [
+        (NUM_CALLS_NOT_SHOWN, "assistant turns are left out: the template does not show their tool calls"),
+        (NUM_EMPTY, "assistant turns are left out: they are empty"),
+        (NUM_LEADING, "assistant turns are left out: they begin the conversation and answer nothing"),
+    ]
+    lines += [f"{details[name]:,} {text}" for name, text in parts if details.get(name)]
+    if others := table.num_turns_left_out - sum(details.get(name, 0) for name, _ in parts):
+        why = "no rendering shows them as they were asked for and written"
+        if not details:
+            why += ", or they are empty or answer nothing"
+        lines.append(f"{others:,} assistant turns are context only: {why}")
+    parts = [
+        (NUM_THOUGHTS_NOT_SHOWN, "turns are supervised without their thoughts: the template does not show those"),
+        (NUM_STOPPED_EARLIER, "turns are supervised up to the first stop token: the row has text after it"),
+    ]
+    lines += [f"{details[name]:,} {text}" for name, text in parts if details.get(name)]
+    if others := table.num_turns_changed - sum(details.get(name, 0) for name, _ in parts):
+        lines.append(
+            f"{others:,} turns are supervised as the template shows them, not in the row's very words (trimmed, say)"
+        )
     return lines
 
 
@@ -387,8 +415,9 @@ class _Run:
                     num_repeated_tokens += whole.num_tokens - whole.num_supervised if extra else 0
                 number += 1
             self.progress.show(f"prepare: writing the table, sample {number:,} of {len(first_of):,}")
+        counts = {name: count for name, count in facts.counts.items() if name not in DETAILS}
         metadata = TableMetadata(
-            **facts.counts,
+            **counts,
             tokenizer_digest=tokenizer_digest(self.directory),
             template_digest=self._about.digest,
             num_input=facts.num_input,
@@ -436,6 +465,7 @@ class _Run:
             table_bytes=table.path.stat().st_size,
             examples={reason: tuple(named) for reason, named in examples.items()},
             report=report,
+            details={name: self._facts.counts[name] for name in DETAILS if self._facts.counts[name]},
             num_workers=self.num_workers,
             num_parts_reused=self._num_reused,
             wall_s=time.monotonic() - self.started,

@@ -71,6 +71,8 @@ class Reason(StrEnum):
     """The template itself refuses the conversation."""
     TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"
     """No rendering shows any assistant turn as the target would have been asked for it and written it."""
+    NOT_SHOWN = "not_shown"
+    """The template shows nothing of the tool calls that the conversation's answers are."""
     NO_TURN_END = "no_turn_end"
     """Where the target's own words end cannot be told."""
     DOUBLE_BOS = "double_bos"

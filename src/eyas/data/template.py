@@ -22,8 +22,13 @@ template appends to an answer (`<|im_end|>` and a line feed, say) is known text,
 target (`eos_token_id` of tokeniser, config and generation config), else the first special token, is still the target's;
 what follows is the template's. When the template appends no such token the turn ends with a stop token that begins the
 next message, or else with the last token of its content. When an answer does not end as the probe did (a tool call,
-say), the last stop token of the turn is its end; without one, the turn is context only. `rules.Rules` take further
-tokens away.
+say), the last stop token of the turn is its end; without one, the turn is context only. A target writes nothing after
+it has stopped: where a stop token stands earlier in a turn, supervision ends there. `rules.Rules` take further tokens
+away.
+
+**What is not shown.** A turn with tool calls of which the template shows no name or no argument is context only, and so
+is an empty answer and one that begins the conversation. A thought that is not shown is counted; its answer is
+supervised.
 
 **Tokens across a boundary.** A token with characters from both sides of a turn's start belongs to the prompt, since
 the target never wrote it; one across the end of the content belongs to the template. Each such boundary is counted, as
@@ -59,6 +64,15 @@ PROBE = "eyasprobe"
 """An answer that no template has reason to change."""
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Where messages carry thoughts apart from the answer."""
+NUM_LEADING = "num_turns_leading"
+NUM_EMPTY = "num_turns_empty"
+NUM_CALLS_NOT_SHOWN = "num_turns_without_calls"
+"""Why turns of `num_turns_left_out` are context only."""
+NUM_THOUGHTS_NOT_SHOWN = "num_thoughts_not_shown"
+NUM_STOPPED_EARLIER = "num_turns_stopped_earlier"
+"""What is changed about turns of `num_turns_changed`."""
+DETAILS = (NUM_LEADING, NUM_EMPTY, NUM_CALLS_NOT_SHOWN, NUM_THOUGHTS_NOT_SHOWN, NUM_STOPPED_EARLIER)
+"""Counts that the receipt tells and the table does not: there they are part of other counters."""
 MAX_CACHED_TAILS = 4096
 MAX_TAIL_CHARS = 256
 MAX_KEPT_CHARS = 16 << 20
@@ -249,6 +263,8 @@ class Masker:
         messages, turns = _turns(content)
         if not turns:
             return Refused(Reason.NO_ASSISTANT_TURN, "the only assistant turn answers nothing")
+        if all(_is_empty(messages[i]) for i in turns):
+            return Refused(Reason.NO_ASSISTANT_TURN, "every answer is empty")
         objects = with_objects(messages)
         try:
             return self._plan_turns(_Renders(self._renderer, objects, content.tools), turns)
@@ -266,34 +282,53 @@ class Masker:
         """The renderings that together show each turn once. Whatever the template says to the whole is raised."""
         wanted = turns[-1:] if self._rules.last_turn_only else turns
         counts: Counter[str] = Counter(num_turns_skipped=len(turns) - len(wanted))
+        if renders.messages[0]["role"] == "assistant" and wanted is turns:
+            _leave_out(counts, NUM_LEADING)
         renders.up_to(turns[-1])
         tags = self._renderer.has_tags(renders.tools)
         renderings: list[_Rendering] = []
         missing = list(wanted)
         left_out: list[int] = []
+        unseen: Counter[str] = Counter()
         while missing:
             last = missing[-1]
             whole = renders.shows(last, last) and renders.up_to(last)
             if whole:
                 shown = [i for i in missing if i == last or renders.shows(i, last)]
                 missing = [i for i in missing if i not in shown]
-                spans = [(len(renders.before(i)), len(renders.up_to(i))) for i in shown]
+                seen = []
+                for i in shown:
+                    span = len(renders.before(i)), len(renders.up_to(i))
+                    why = _look_at(renders.messages[i], whole, span, counts)
+                    if why:
+                        unseen[why] += 1
+                    else:
+                        seen.append((i, span))
+                if not seen:
+                    continue
+                spans = [span for _, span in seen]
                 rendering = _Rendering(whole, spans, MaskMethod.PREFIX_RENDER)
                 if tags:
                     marked = self._renderer.tagged(renders.messages[: last + 1], renders.tools)
-                    begins = [renders.begin(i, whole) for i in shown]
+                    begins = [renders.begin(i, whole) for i, _ in seen]
                     rendering = _Rendering(whole, spans, MaskMethod.GENERATION_TAGS, marked, begins)
-                for i, span in zip(shown, spans, strict=True):
-                    _look_at(renders.messages[i], whole, span, counts)
                 renderings.append(rendering)
                 continue
             missing.pop()
             composed = self._compose(renders, last)
             if composed is None:
                 left_out.append(last)
+            elif why := _why_unseen(renders.messages[last], composed.text, composed.turns[0], counts):
+                unseen[why] += 1
             else:
                 counts["num_turns_composed"] += 1
                 renderings.append(composed)
+        for why, num_turns in unseen.items():
+            _leave_out(counts, why, num_turns)
+        if not renderings and unseen[NUM_CALLS_NOT_SHOWN]:
+            return Refused(Reason.NOT_SHOWN, "the template does not show the tool calls of its assistant turns")
+        if not renderings and not left_out:
+            return Refused(Reason.NO_ASSISTANT_TURN, "its answers are empty as the template shows them")
         if not renderings:
             numbers = ", ".join(str(i + 1) for i in reversed(left_out[-20:]))
             return Refused(
@@ -350,7 +385,10 @@ class Masker:
                 mask[first:last] |= marked[first:last]
                 inside = first + np.flatnonzero(marked[first:last])
                 if len(inside):
-                    turns.append((int(inside[0]), int(inside[-1]) + 1))
+                    start = int(inside[0])
+                    stop = self._first_stop(tokens.ids, start, int(inside[-1]) + 1, counts)
+                    mask[stop:last] = False
+                    turns.append((start, stop))
             return self._checked(tokens.ids, mask, turns, shown.method, view, counts)
         straddling = 0
         endless = 0
@@ -362,6 +400,8 @@ class Masker:
                 continue
             if end <= begin.after:
                 continue
+            if (stop := self._first_stop(tokens.ids, begin.after, end, counts)) < end:
+                end, end_straddles = stop, 0
             straddling += (not begin.clean) + end_straddles
             mask[begin.after : end] = True
             turns.append((begin.after, end))
@@ -369,6 +409,16 @@ class Masker:
             return Refused(Reason.NO_TURN_END, "no stop token after the answer, or a boundary inside a token")
         counts["num_turns_left_out"] += len(shown.turns) - len(turns)
         return self._checked(tokens.ids, mask, turns, shown.method, view, counts, num_straddling=straddling)
+
+    def _first_stop(self, ids: TokenIds, start: int, end: int, counts: Counter[str]) -> int:
+        """Where the turn `[start, end)` stops first: a target writes nothing after that."""
+        closing = int(ids[end - 1])
+        stops = self._stop_ids | ({closing} if closing in self.special_ids else set())
+        first = next((i + 1 for i, token in enumerate(ids[start:end].tolist(), start) if token in stops), end)
+        if first < end:
+            counts["num_turns_changed"] += 1
+            counts[NUM_STOPPED_EARLIER] += 1
+        return first
 
     def _turn_end(
         self, text: str, tokens: Tokens, begin: Cut | None, close: Cut | None, end_char: int
@@ -378,8 +428,8 @@ class Masker:
             return None, 0
         if self._suffix is None or not text.endswith(self._suffix, 0, end_char):
             ids = tokens.ids[begin.after : close.before].tolist()
-            stops = [i for i, token in enumerate(ids) if token in self._stop_ids]
-            return (begin.after + stops[-1] + 1 if stops else None), 0
+            stop = next((i for i, token in enumerate(reversed(ids)) if token in self._stop_ids), None)
+            return (None if stop is None else begin.after + len(ids) - stop), 0
         content = tokens.cut(end_char - len(self._suffix))
         if content is None:
             return None, 0
@@ -564,19 +614,83 @@ def _begins_with(whole: TokenIds, turn: tuple[TokenIds, TokenIds]) -> bool:
     return bool(same and np.array_equal(whole[len(prompt) : end], answer))
 
 
-def _look_at(message: Mapping[str, Any], whole: str, span: tuple[int, int], counts: Counter[str]) -> None:
-    """Count a turn that the template shows exactly, but not in the words of the row."""
+def _leave_out(counts: Counter[str], why: str, num_turns: int = 1) -> None:
+    counts["num_turns_left_out"] += num_turns
+    counts[why] += num_turns
+
+
+def _look_at(message: Mapping[str, Any], whole: str, span: tuple[int, int], counts: Counter[str]) -> str:
+    """Count what the template changes in a turn that it shows; why the turn is context only, empty where it is not."""
     start, end = span
+    why = _why_unseen(message, whole, span, counts)
+    if why:
+        return why
     # Thoughts may begin in the prompt.
     around = whole[max(0, start - 64) : end]
     content = message["content"]
     if content not in around:
         counts["num_turns_changed"] += 1
     if _thought_of(message) or next(thoughts(content), None):
-        return
+        return ""
     empty = EMPTY_THOUGHT.search(around)
     if empty is not None and empty.end() > min(start, 64):
         counts["num_turns_without_thought"] += 1
+    return ""
+
+
+def _why_unseen(message: Mapping[str, Any], whole: str, span: tuple[int, int], counts: Counter[str]) -> str:
+    """The counter of turns that must not be supervised as they are shown: without their calls, or with nothing."""
+    start, end = span
+    content = message["content"]
+    calls = _calls_of(message)
+    if calls:
+        # What the answer says about a function is not its call.
+        written = whole[start:end].replace(content, "", 1) if content else whole[start:end]
+        if not all(_shows_call(written, call) for call in calls):
+            return NUM_CALLS_NOT_SHOWN
+    thought = _thought_of(message)
+    if thought and _words(thought) not in _words(whole[max(0, start - 64) : end]):
+        if not content.strip() and not calls:
+            return NUM_EMPTY
+        counts["num_turns_changed"] += 1
+        counts[NUM_THOUGHTS_NOT_SHOWN] += 1
+    return NUM_EMPTY if _is_empty(message) else ""
+
+
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    return not (message["content"].strip() or _calls_of(message) or _thought_of(message))
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _calls_of(message: Mapping[str, Any]) -> list[Any]:
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        calls = [calls]
+    return [*calls, message["function_call"]] if message.get("function_call") else list(calls)
+
+
+def _shows_call(written: str, call: Any) -> bool:
+    """Whether a rendering has the call's function, by name or by id, and something of its arguments."""
+    if not isinstance(call, dict):
+        return (call if isinstance(call, str) else json.dumps(call)) in written
+    function = call["function"] if isinstance(call.get("function"), dict) else call
+    names = [name for name in (function.get("name"), call.get("id")) if isinstance(name, str) and name]
+    if names and not any(name in written for name in names):
+        return False
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return arguments.strip() in written
+    if not isinstance(arguments, dict) or not arguments:
+        return bool(names)
+    texts = [text for key, value in arguments.items() for text in (key, value)]
+    forms = [form for text in texts for form in (str(text), json.dumps(text), json.dumps(text, ensure_ascii=False))]
+    return any(form in written for form in forms if form)
 
 
 def _num_common(a: str, b: str) -> int:
