@@ -83,8 +83,9 @@ def test_turns_and_answers_of_a_conversation_are_in_one_split_whatever_their_for
 
 def test_rows_without_a_user_turn_go_by_their_text_or_their_first_ids(tmp_path: Path, target: Path) -> None:
     rows: list[Any] = [{"text": f"text {i}"} for i in range(40)]
-    rows += [{"input_ids": [i, 41, 42, 43], "loss_mask": [0, 0, 1, 1]} for i in range(20, 60)]
-    rows += [{"input_ids": [i, 41, 50, 51, 52], "loss_mask": [0, 0, 1, 0, 1]} for i in range(20, 60)]
+    asked = [41] * 7
+    rows += [{"input_ids": [i, *asked, 42, 43], "loss_mask": [0] * 8 + [1, 1]} for i in range(20, 60)]
+    rows += [{"input_ids": [i, *asked, 50, 51, 52], "loss_mask": [0] * 8 + [1, 0, 1]} for i in range(20, 60)]
     system = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}]
     rows += [{"messages": [{"role": "system", "content": f"s{i}"}, system[1]]} for i in range(20)]
     _, samples = run(tmp_path, target, rows, held_out=0.5)
@@ -262,6 +263,9 @@ def test_masks_are_those_of_the_characters(turns: list[tuple[str, str]]) -> None
     row = Row(Where(Path("a"), 1), 1, Messages(messages), "c", "s", ())
     (result,) = Masker(tokenizer, Path("none"), rules=rules).mask([row])
     (sample,) = result.samples
+    if not any(answer.strip() for _, answer in turns):
+        assert isinstance(sample, Refused) and sample.reason is Reason.NO_ASSISTANT_TURN
+        return
     assert isinstance(sample, Masked)
     expected: list[int] = []
     for question, answer in turns:
@@ -269,11 +273,12 @@ def test_masks_are_those_of_the_characters(turns: list[tuple[str, str]]) -> None
         keep = [1] * len(answer)
         for match in re.finditer("a1|b+", answer):
             keep[match.start() : match.end()] = [0] * len(match.group())
-        expected += [*keep, 1, 0]
+        expected += [*keep, 1, 0] if answer.strip() else [0] * (len(answer) + 2)
+    expected = expected[: len(expected) - expected[::-1].index(1)]
     mask = np.zeros(len(sample.token_ids), np.int8)
     for a, b in sample.loss_spans:
         mask[a:b] = 1
-    assert mask.tolist() == expected[:-1]
+    assert mask.tolist() == expected
     assert result.counts["num_ignored_tokens"] == sum(len("".join(re.findall("a1|b+", answer))) for _, answer in turns)
 
 

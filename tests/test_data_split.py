@@ -42,6 +42,16 @@ def test_token_ids_go_by_what_stands_before_the_first_supervised_one() -> None:
         assert split_of_ids(ids + i, ((10, 20),), 0.5) == split_of_ids(longer + i, ((10, 15), (30, 40)), 0.5)
 
 
+def test_token_ids_with_hardly_a_prompt_go_by_all_of_them() -> None:
+    rows = np.random.default_rng(0).integers(0, 1000, (400, 30), dtype=np.int32)
+    rows[:, 0] = 1
+    for first in (0, 1, 7):
+        held = sum(split_of_ids(ids, ((first, 30),), 0.2) == HELD_OUT for ids in rows)
+        assert held == pytest.approx(80, rel=0.3)
+    same = {split_of_ids(np.concatenate((np.arange(8, dtype=np.int32), ids)), ((8, 38),), 0.2) for ids in rows}
+    assert len(same) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "script"),
     [

@@ -35,7 +35,7 @@ from eyas.data.template import Masked, Masker, MaskMethod, Refused, load_tokeniz
 from eyas.errors import DataError, OutOfSpace
 from eyas.records import Sample, canonical_json, digest_bytes
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Rises when equal input gives another table than before."""
 CHUNK_BYTES = 4 << 20
 CHUNK_ROWS = 8192
@@ -275,8 +275,9 @@ def _split(row: Row, masked: Masked, held_out: float) -> str:
             first = next(i for i, message in enumerate(messages) if i and message["role"] == "assistant")
             return split_of_text("\n".join(message["content"] for message in messages[:first]), held_out)
         case GivenTurns(turns):
-            prompt_ids, _ = turns[0]
-            return split_of_ids(prompt_ids, ((len(prompt_ids), len(prompt_ids)),), held_out)
+            prompt_ids, answer_ids = turns[0]
+            ids = np.concatenate((prompt_ids, answer_ids))
+            return split_of_ids(ids, ((len(prompt_ids), len(ids)),), held_out)
         case GivenTokens(token_ids, mask):
             first = int(np.argmax(mask))
             return split_of_ids(token_ids, ((first, first + 1),), held_out)

@@ -2,7 +2,9 @@
 
 A conversation's split follows from the text of its first user turn alone, so that its turns and all answers to it stay
 together, new conversations move no old one, and a larger held-out share holds a smaller one. Rows without a user turn
-go by their text, or by the token ids before the first supervised one.
+go by their text. Token ids alone go by those before the first supervised one where these are at least
+`MIN_PROMPT_TOKENS`, else by all of them: fewer (none, or a BOS) are the same for conversations that have nothing in
+common.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from eyas.records import Span, TokenIds
 
 TRAIN, HELD_OUT = "train", "held_out"
 SPLIT_TAG = b"eyas.split.1\0"
+MIN_PROMPT_TOKENS = 8
+"""Token ids before the first supervised one that tell conversations apart."""
 MAX_LANGUAGE_CHARS = 4096
 """Text that is looked at to tell its script."""
 KANA_SHARE = 0.1
@@ -45,8 +49,13 @@ def split_of_text(text: str, held_out: float) -> str:
 
 
 def split_of_ids(token_ids: TokenIds, loss_spans: tuple[Span, ...], held_out: float) -> str:
-    """The split of a row that is token ids alone: by those before the first supervised one."""
-    return _split(token_ids[: loss_spans[0][0]].astype("<i4").tobytes(), held_out)
+    """The split of a row that is token ids alone: by those before the first supervised one, by all where these are few.
+
+    Few are fewer than `MIN_PROMPT_TOKENS`. Answers to one such prompt may then be in both splits.
+    """
+    first = loss_spans[0][0]
+    key = token_ids[:first] if first >= MIN_PROMPT_TOKENS else token_ids
+    return _split(key.astype("<i4").tobytes(), held_out)
 
 
 def _split(key: bytes, held_out: float) -> str:
