@@ -809,6 +809,8 @@ def test_killed_in_the_middle_the_old_output_stays(tmp_path: Path, number: signa
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (-9 if number == signal.SIGKILL else 3), errors
+    if number != signal.SIGKILL:
+        assert errors.splitlines()[-1] == b"eyas: stopped; nothing was written, the same command starts anew"
     assert (out.read_bytes(), report_path(out).read_bytes()) == before
     assert leftovers(tmp_path) == ([scratch.name] if number == signal.SIGKILL else [])
     assert run(out, tmp_path / "good.jsonl").unchanged
@@ -1016,3 +1018,57 @@ def test_a_number_that_stops_prepare_is_dropped_and_one_in_a_text_is_not(tmp_pat
         for row in source_rows(lines_of(open_rows([tmp_path / "out.jsonl"], field="f")))
         if isinstance(row, DroppedRow)
     ]
+
+
+# --- what is compared with benchmarks, and under which name
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "tool", "content": HAWAII},
+        {"role": "tool", "content": [{"type": "text", "text": HAWAII}], "x": 1},
+        {"role": "assistant", "content": "a", "reasoning_content": HAWAII},
+        {"role": "assistant", "content": "a", "reasoning": HAWAII, "x": 1},
+        {"role": "assistant", "content": "a", "thinking": HAWAII},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"q": HAWAII}}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"arguments": json.dumps([HAWAII.replace(" ", "\n")])}}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"arguments": "f(" + HAWAII}], "x": 1},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": json.dumps({"q": HAWAII})}},
+    ],
+)
+def test_tool_turns_thoughts_and_arguments_are_compared_too(tmp_path: Path, turn: dict[str, Any]) -> None:
+    source = write(tmp_path / "a.jsonl", [chat("clean"), {"messages": [{"role": "user", "content": "q"}, turn]}])
+    bench = write(tmp_path / "bench.jsonl", [{"prompt": HAWAII}])
+    assert run(tmp_path / "out.jsonl", source, benchmarks=(bench,)).dropped == {"leakage": 1}
+
+
+def test_an_instruction_and_its_input_are_one_prompt(tmp_path: Path) -> None:
+    row = {"instruction": "Sum up these words of mine now", "input": "seven eight nine ten eleven twelve thirteen"}
+    bench = write(tmp_path / "bench.jsonl", [row])
+    source = write(tmp_path / "a.jsonl", [{**row, "output": "x"}, {**row, "input": "", "output": "x"}])
+    receipt = run(tmp_path / "out.jsonl", source, benchmarks=(bench,))
+    assert (receipt.num_kept, receipt.dropped) == (1, {"leakage": 1})
+
+
+def test_a_link_has_its_own_name_as_label(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    write(tmp_path / "blobs" / "3f2a", [chat("q")])
+    (tmp_path / "chats.jsonl").symlink_to(tmp_path / "blobs" / "3f2a")
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[merge]\nout = "out.jsonl"\nsources = [{path = "blobs/../chats.jsonl"}]\n[data]\nsources = "chats.jsonl"\n'
+    )
+    tree = config_module.load(path)
+    assert tree.data.sources == (tmp_path / "chats.jsonl",)
+    assert merge(tree.merge, Progress(stream=io.StringIO())).sources[0].name == "chats.jsonl"
+    assert [row["source"] for row in rows_of(tmp_path / "out.jsonl")] == ["chats.jsonl"]
+    assert config_module.load(path, [f"data.sources={tmp_path}/chats.jsonl"]).data.sources == tree.data.sources
+
+
+def test_closed_standard_input_is_one_line(tmp_path: Path) -> None:
+    process = eyas("data", "merge", str(toml(tmp_path, '[{path = "-"}]')), preexec_fn=lambda: os.close(0))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert b"Traceback" not in stderr
+    assert b"'-' is standard input, which is closed" in stderr.splitlines()[-1]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from eyas import __version__, config, log
-from eyas.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INCOMPLETE, ConfigError, EyasError
+from eyas.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INCOMPLETE, ConfigError, EyasError, Stopped
 
 if TYPE_CHECKING:
     from eyas.capture.check import Head
@@ -124,7 +124,10 @@ def data_merge(run: RunFile, overrides: Overrides = None, as_json: AsJson = Fals
     _stop_by_exception()
     from eyas.data.merge import merge as stage
 
-    receipt = stage(tree.merge, progress)
+    try:
+        receipt = stage(tree.merge, progress)
+    except KeyboardInterrupt:
+        raise Stopped("stopped; nothing was written, the same command starts anew") from None
     progress.close()
     _result(receipt.to_json(), [*receipt.lines(), f"next: {receipt.next_command} {run}"], as_json=as_json)
 

@@ -355,15 +355,24 @@ def _resolve_paths(tree: dict[str, Any], base: Path, only: str | None = None) ->
             if name not in values or (only is not None and name != only) or not _holds_paths(field.annotation):
                 continue
             value = values[name]
+            own = name == "sources"
             is_list = typing.get_origin(field.annotation) is tuple
             if isinstance(value, str):
-                values[name] = [_resolved(value, base)] if is_list else _resolved(value, base)
+                values[name] = [_resolved(value, base, own)] if is_list else _resolved(value, base, own)
             elif isinstance(value, list):
-                values[name] = [_resolved(v, base) for v in value]
+                values[name] = [_resolved(v, base, own) for v in value]
 
 
-def _resolved(value: Any, base: Path) -> Any:
-    """A path made absolute, also the one inside a table; `-`, standard input, stays."""
+def _resolved(value: Any, base: Path, own_name: bool) -> Any:
+    """A path made absolute, also the one inside a table; `-`, standard input, stays.
+
+    With `own_name` a link keeps its own name, which is a label, instead of that of its target.
+    """
     if isinstance(value, dict) and "path" in value:
-        return {**value, "path": _resolved(value["path"], base)}
-    return (base / Path(value).expanduser()).resolve() if isinstance(value, str) and value != "-" else value
+        return {**value, "path": _resolved(value["path"], base, own_name)}
+    if not isinstance(value, str) or value == "-":
+        return value
+    path = base / Path(value).expanduser()
+    if own_name and path.name not in ("", ".."):
+        return path.parent.resolve() / path.name
+    return path.resolve()

@@ -2,8 +2,10 @@
 
 Words are runs of letters, marks and digits, lower-cased and without compatibility forms; whatever stands between them
 does not matter. In scripts written without blanks (Chinese, Japanese, Thai and their like) each character is a word.
-A prompt that is shorter than `ngram` is a passage as a whole; one of fewer than 8 words counts only where it is all
-that a turn says, because `go on` stands everywhere.
+Compared are the texts of all turns, tool turns, thoughts and the texts in the arguments of tool calls among them, each
+by itself: a passage that begins in one and ends in another is not found. A prompt that is shorter than `ngram` is a
+passage as a whole; one of fewer than 8 words counts only where it is all that a text says, because `go on` stands
+everywhere.
 
 All texts of a batch are looked at together, as arrays: a word is a 64-bit hash, a passage a hash of its words' hashes,
 which differences of one running sum give for any length. Letters: `C` UTF-16 units, `W` words of a batch. What UTF-16
@@ -303,7 +305,16 @@ def _prompts(row: RawRow) -> Iterable[str]:
     key = next((key for key in TEXT_KEYS if isinstance(value, dict) and value.get(key)), None)
     if key is None:
         raise DataError(f"{row.where}: no prompt in it; merge.benchmarks knows {', '.join(TEXT_KEYS)}")
-    texts = [text for item in _as_list(value[key]) if (text := _text(item))]
+    asked = value[key]
+    if (
+        key == "instruction"
+        and isinstance(asked, str)
+        and isinstance(value.get("input"), str)
+        and value["input"].strip()
+    ):
+        # As merge puts them together.
+        asked = f"{asked}\n\n{value['input']}"
+    texts = [text for item in _as_list(asked) if (text := _text(item))]
     if not texts:
         raise DataError(f"{row.where}: '{key}' holds no text")
     return texts

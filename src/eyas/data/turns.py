@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -64,6 +65,7 @@ class _NamedTurn(msgspec.Struct, forbid_unknown_fields=True, gc=False, rename={"
     content: str
 
 
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 _NO_THOUGHTS = (msgspec.UNSET,) * 3
 _TEXT_KEYS = {"name", "reasoning", "reasoning_content", "thinking", "tool_call_id"}
 _FIRST_KEYS = _TEXT_KEYS | {"tool_calls"}
@@ -140,10 +142,50 @@ def _short_way(raw: bytes, with_texts: bool) -> Conversation | None:
     if not turns:
         return None
     messages = encode(turns)
-    texts = (
-        [turn.content for turn in turns if turn.role != "tool" and isinstance(turn.content, str)] if with_texts else []
-    )
+    texts: list[str] = []
+    if with_texts:
+        for turn in turns:
+            told = (turn.content, turn.reasoning, turn.reasoning_content, turn.thinking)
+            texts += [text for text in told if isinstance(text, str)]
+            if turn.tool_calls is not _NO_CALLS:
+                texts += _called_with(bytes(turn.tool_calls))
     return Conversation(messages, encode(said) if differs else messages, texts, answered)
+
+
+def _called_with(calls: bytes) -> list[str]:
+    """The texts in the arguments of tool calls, or of one call: those in their JSON, else as they stand."""
+    texts: list[str] = []
+    with contextlib.suppress(*_UNREADABLE):
+        _arguments(msgspec.json.decode(calls), texts)
+    return texts
+
+
+def _arguments(value: Any, texts: list[str]) -> None:
+    if isinstance(value, list):
+        for item in value:
+            _arguments(item, texts)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key != "arguments":
+                _arguments(item if isinstance(item, dict) else None, texts)
+            elif isinstance(item, str):
+                try:
+                    _leaves(msgspec.json.decode(item), texts)
+                except _UNREADABLE:
+                    texts.append(item)
+            else:
+                _leaves(item, texts)
+
+
+def _leaves(value: Any, texts: list[str]) -> None:
+    if isinstance(value, str):
+        texts.append(value)
+    elif isinstance(value, list):
+        for item in value:
+            _leaves(item, texts)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _leaves(item, texts)
 
 
 def _with_system(present: Fields, turns: list[Fields]) -> set[str]:
@@ -246,12 +288,12 @@ def _message(result: Conversation, turn: Fields, number: int, with_texts: bool) 
         return message, message
     if first == b'"':
         content = string(content)
-        if with_texts and role != "tool":
+        if with_texts:
             result.texts.append(a_text.decode(content))
     elif first == b"[":
         content, text, non_text = _parts(content)
         result.non_text |= non_text
-        if with_texts and role != "tool":
+        if with_texts:
             result.texts.append(text)
     elif content and content != b"null":
         raise Drop(Reason.WRONG_TYPE, f"message {number}: content is {kind_of(content)}")
@@ -271,6 +313,10 @@ def _message(result: Conversation, turn: Fields, number: int, with_texts: bool) 
             value, spelling = _calls(value)
         elif key == "function_call" and raw[:1] == b"{":
             value, spelling = _call(an_object.decode(value))
+        if with_texts and key in REASONING_KEYS and value[:1] == b'"':
+            result.texts.append(a_text.decode(value))
+        elif with_texts and key in ("tool_calls", "function_call"):
+            result.texts += _called_with(value)
         result.non_text |= key in MEDIA_KEYS and value not in NOTHING
         if value not in (b"null", b'""', b"[]"):
             others.append((key_of(key), value, spelling))
