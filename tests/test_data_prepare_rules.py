@@ -94,6 +94,14 @@ def test_rows_without_a_user_turn_go_by_their_text_or_their_first_ids(tmp_path: 
     assert [s.split for s in samples[120:]] == [split_of_text(f"s{i}", 0.5) for i in range(20)]
 
 
+def test_an_option_that_the_template_never_uses_is_told(tmp_path: Path, target: Path) -> None:
+    for name, told in (("enable_thinkin", True), ("messag", True), ("messages_", True)):
+        receipt, _ = run(tmp_path, target, [chat("Hi", "Yo")], template_options={name: False})
+        assert any(f"data.template_options.{name}: the template never" in line for line in receipt.lines()) is told
+    used, _ = run(tmp_path, target, [chat("Hi", "Yo")], template_options={"loop": 1, "message": 1})
+    assert used.unused_options == ("loop",)
+
+
 def test_an_equal_sample_in_both_splits_is_held_out(tmp_path: Path, target: Path) -> None:
     ids = {"input_ids": [40, 41, 42], "loss_mask": [0, 1, 1]}
     held = next(q for q in map(str, range(1000)) if split_of_text(q, 0.5) == HELD_OUT)

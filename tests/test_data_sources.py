@@ -276,3 +276,28 @@ def test_token_ids_by_turn_win_over_messages_and_other_turns_are_somebody_elses(
     for bad in ({"prompt_ids": [], "token_ids": [1]}, {"prompt_ids": [1], "token_ids": ["x"]}):
         (dropped,) = read(tmp_path, {"messages": CHAT, "turns": [bad]})
         assert isinstance(dropped, DroppedRow) and dropped.reason == "bad_token_ids"
+
+
+@pytest.mark.parametrize("field", ["image", "images", "audio", "audios", "video", "videos"])
+def test_media_beside_the_text_of_a_row_or_a_message_is_no_text(tmp_path: Path, field: str) -> None:
+    marked = [CHAT[0] | {field: ["a.png"]}, CHAT[1]]
+    empty = [CHAT[0] | {field: None}, CHAT[1]]
+    rows = read(
+        tmp_path,
+        {"messages": CHAT, field: ["a.png"]},
+        {"messages": marked},
+        {"text": "what is <image>?", field: "a.png"},
+        {"messages": CHAT, field: []},
+        {"messages": empty},
+    )
+    reasons = [row.reason if isinstance(row, DroppedRow) else None for row in rows]
+    assert reasons == ["non_text_content"] * 3 + [None] * 2
+
+
+def test_an_unknown_form_that_merge_knows_says_so(tmp_path: Path) -> None:
+    forms = [{"instruction": "a", "response": "b"}, {"prompt": "a", "completion": "b"}, {"nothing": 1}]
+    hints = []
+    for row in read(tmp_path, *forms):
+        assert isinstance(row, DroppedRow) and row.reason == "unknown_form"
+        hints.append(row.detail.endswith("; 'eyas data merge' reads more forms"))
+    assert hints == [True, True, False]

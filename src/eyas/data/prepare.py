@@ -64,6 +64,7 @@ from eyas.data.template import (
     NUM_THOUGHTS_NOT_SHOWN,
     check_target,
     tokenizer_digest,
+    unused_options,
 )
 from eyas.data.workers import Workers
 from eyas.errors import ConfigError, DataError
@@ -91,6 +92,8 @@ class PrepareReceipt:
     report: Report
     details: Mapping[str, int]
     """More about counts of the table, by `template.DETAILS`; none where the table was there already."""
+    unused_options: tuple[str, ...]
+    """Names in `data.template_options` that the template does not have."""
     num_workers: int
     """0: the table was there already."""
     num_parts_reused: int
@@ -119,6 +122,7 @@ class PrepareReceipt:
             f"{table.num_tokens:,} tokens, {table.num_supervised:,} supervised "
             f"({table.num_supervised / table.num_tokens:.1%}), {human_bytes(self.table_bytes)}, {self._pace()}",
             f"masks: {', '.join(f'{name} {count:,}' for name, count in table.mask_methods.items())}",
+            *(_unused_option(name) for name in self.unused_options),
             *_about_template(table, self.details),
             *_about_rules(table),
         ]
@@ -139,6 +143,10 @@ class PrepareReceipt:
         if self.num_parts_reused:
             pace += f", {self.num_parts_reused:,} parts of a former run"
         return pace
+
+
+def _unused_option(name: str) -> str:
+    return f"attention: data.template_options.{name}: the template never uses this name; is it spelled right?"
 
 
 def _about_template(table: TableMetadata, details: Mapping[str, int]) -> list[str]:
@@ -466,6 +474,7 @@ class _Run:
             examples={reason: tuple(named) for reason, named in examples.items()},
             report=report,
             details={name: self._facts.counts[name] for name in DETAILS if self._facts.counts[name]},
+            unused_options=unused_options(self.directory, self.data.template_options),
             num_workers=self.num_workers,
             num_parts_reused=self._num_reused,
             wall_s=time.monotonic() - self.started,

@@ -46,6 +46,11 @@ ROLES: Mapping[str, str] = {
 }
 """Names in the wild to the names that templates know."""
 
+MERGE_FORMS = ({"instruction", "response"}, {"instruction", "output"}, {"prompt", "completion"}, {"prompt", "response"})
+"""Keys of forms that `merge` makes into messages."""
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+"""Where rows and messages keep what is no text, apart from the content that refers to it."""
+
 
 class Reason(StrEnum):
     """Why a row did not become a sample of its own."""
@@ -211,6 +216,7 @@ def _parse(where: Where, line: bytes) -> Any:
 
 
 def _content(value: dict[str, Any]) -> Content:
+    _refuse_media(value, "the row")
     ids_key = next((key for key in ("input_ids", "token_ids") if value.get(key) is not None), None)
     messages_key = next((key for key in ("messages", "conversations") if value.get(key) is not None), None)
     if ids_key is not None and value.get("loss_mask") is not None:
@@ -228,7 +234,16 @@ def _content(value: dict[str, Any]) -> Content:
     if ids_key is not None:
         raise _Drop(Reason.NO_LOSS_MASK, f"'{ids_key}' without 'loss_mask': which tokens the target wrote is unknown")
     known = "messages, conversations, input_ids with loss_mask, text"
-    raise _Drop(Reason.UNKNOWN_FORM, f"keys {', '.join(sorted(map(str, value)))[:200] or 'none'}; known: {known}")
+    detail = f"keys {', '.join(sorted(map(str, value)))[:200] or 'none'}; known: {known}"
+    if any(value.keys() >= form for form in MERGE_FORMS):
+        detail += "; 'eyas data merge' reads more forms"
+    raise _Drop(Reason.UNKNOWN_FORM, detail)
+
+
+def _refuse_media(value: Mapping[str, Any], what: str) -> None:
+    media = next((key for key in MEDIA if value.get(key)), None)
+    if media is not None:
+        raise _Drop(Reason.NON_TEXT_CONTENT, f"{what} has '{media}'")
 
 
 def _has_turns(turns: Any) -> bool:
@@ -287,6 +302,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
     known = ROLES.get(role.strip().lower())
     if known is None:
         raise _Drop(Reason.UNKNOWN_ROLE, f"message {number}: '{role[:50]}'")
+    _refuse_media(turn, f"message {number}")
     others = {key: item for key, item in turn.items() if key not in (role_key, content_key)}
     return {"role": known, "content": _text(turn.get(content_key), others, number), **others}
 

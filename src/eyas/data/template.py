@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -766,6 +767,19 @@ def target_text_digest(directory: Path) -> str:
     others = {file for pattern in _TEMPLATE_FILES for file in directory.glob(pattern) if file.is_file()}
     parts = (part for file in sorted(others) for part in (str(file.relative_to(directory)), _digest_of(file)))
     return digest_bytes(*(part.encode() + b"\0" for part in (tokenizer_digest(directory), *parts)))
+
+
+def unused_options(directory: Path, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names that no file with a chat template of the target has; told without loading the tokeniser."""
+    texts = [
+        # In JSON a line feed before a name would look like a letter of it.
+        file.read_text("utf-8", errors="replace").replace("\\n", " ").replace("\\t", " ")
+        for pattern in _TEMPLATE_FILES
+        if "config.json" not in pattern or pattern == "tokenizer_config.json"
+        for file in directory.glob(pattern)
+        if file.is_file()
+    ]
+    return tuple(name for name in options if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts))
 
 
 def _digest_of(file: Path) -> str:
