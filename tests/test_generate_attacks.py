@@ -240,6 +240,13 @@ def test_an_error_that_repeats_the_request_does_not_turn_token_ids_off(
     assert dict(receipt.rejected) == {"refused": 1} and receipt.answered == 29 and receipt.retokenized == 0
 
 
+def test_a_repeated_request_is_neither_a_refused_field_nor_shown() -> None:
+    asked = {"return_token_ids": True, "messages": [{"content": "private, unknown field"}]}
+    body = json.dumps({"detail": [{"loc": ["body", "messages"], "msg": "bad", "input": asked}]}).encode()
+    outcome: Any = classify(422, JSON, body)
+    assert outcome.reason == "refused" and "private" not in outcome.detail
+
+
 @pytest.mark.parametrize(
     "told",
     [
@@ -374,6 +381,7 @@ def test_a_body_that_is_compressed_twice_is_a_fault(setting: Setting, serve: Ser
     act = Act(headers={"content-encoding": "gzip, gzip"}, body=b"x")
     receipt = setting.run(serve(lambda asked: act if "question 1" in asked.last else None).url)
     assert receipt.answered == 1 and receipt.faults["not_json"] >= 2
+    assert "compressed more than once" in setting.rejects()["p1"]["detail"]
 
 
 # Pace
