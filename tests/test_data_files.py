@@ -22,9 +22,11 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eyas.data import files
+from eyas.data import files, prepare
 from eyas.data.files import RawRow, broken_json, find_files, open_rows
+from eyas.data.parts import Facts
 from eyas.errors import ConfigError, DataError, EyasError
+from eyas.log import Progress
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "text": 'say "hi", [or] {not}'},
@@ -321,3 +323,32 @@ def test_any_amount_of_blank_lines_may_come_first(tmp_path: Path, monkeypatch: p
     assert time.process_time() - started < 10
     path.write_bytes(mark + b" \n" * 200 + b'[{"a":1}]')
     assert [(row.number, row.data) for row in read(path)] == [(1, b'{"a":1}')]
+
+
+def test_prepare_shows_what_is_done_instead_of_what_is_read(tmp_path: Path) -> None:
+    def shown(read_bytes: int, settled_bytes: int) -> str:
+        stream = io.StringIO()
+        about = SimpleNamespace(
+            progress=Progress(stream=stream),
+            _facts=Facts(),
+            started=time.monotonic() - 10,
+            _rows=SimpleNamespace(total_bytes=1000, consumed_bytes=800),
+            _read_bytes=read_bytes,
+            _settled_bytes=settled_bytes,
+        )
+        prepare._Run._show(about)  # type: ignore[arg-type]
+        return stream.getvalue()
+
+    assert "%" not in shown(5000, 0)
+    assert "40% of 1.00 kB, 15s left" in shown(5000, 2500)
+    assert "80% of 1.00 kB" in shown(5000, 5000)
+
+
+def test_what_size_does_not_tell_is_work_for_every_core(tmp_path: Path) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    small, packed = tmp_path / "a.jsonl", tmp_path / "a.gz"
+    small.write_bytes(as_jsonl(ROWS))
+    packed.write_bytes(gzip.compress(as_jsonl(ROWS)))
+    assert prepare._default_workers([small], 300) == 1
+    assert prepare._default_workers([small, packed], 300) == num_cores
+    assert prepare._default_workers([Path("-")], 0) == num_cores

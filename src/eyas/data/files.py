@@ -278,6 +278,15 @@ def _compression(head: bytes) -> str:
     return "zstd" if head.startswith(_ZSTD) or (head[:1] and head[0] & 0xF0 == 0x50 and head[1:4] == b"*M\x18") else ""
 
 
+def is_compressed(path: Path) -> bool:
+    """Whether a file holds more than its size tells; whether it can be read at all is told by who reads it."""
+    try:
+        with path.open("rb") as file:
+            return bool(_compression(file.read(_MAGIC_BYTES)))
+    except OSError:
+        return False
+
+
 def _stranger(head: bytes) -> str:
     return next((what for magic, what in _STRANGERS.items() if head.startswith(magic)), "")
 

@@ -20,7 +20,7 @@ import dataclasses
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from eyas.config import DataConfig, TargetConfig
-from eyas.data.files import Rows, find_files, lines_of
+from eyas.data.files import Rows, find_files, is_compressed, lines_of
 from eyas.data.parts import (
     CHUNK_BYTES,
     MAX_EXAMPLES,
@@ -294,7 +294,7 @@ class _Run:
         self._rows = Rows(sources)
         total_bytes = self._rows.total_bytes
         self._all_files = all(path.is_file() for path in sources)
-        self.num_workers = data.workers or _default_workers(total_bytes)
+        self.num_workers = data.workers or _default_workers(sources, total_bytes)
         store = PartStore(data.samples)
         big = self.num_workers > 1 or total_bytes > CHUNK_BYTES or not self._all_files
         self.store = store if big or store.directory.exists() else None
@@ -302,6 +302,7 @@ class _Run:
         self._input = InputDigest()
         self._parts: list[tuple[Path, str | bytes]] = []
         self._num_reused = 0
+        self._read_bytes = self._settled_bytes = 0
         self._about: AboutTemplate | None = None
 
     def unchanged(self) -> SampleTable | None:
@@ -338,6 +339,7 @@ class _Run:
             waiting: deque[_Waiting] = deque()
             for chunk in self._chunks(waiting):
                 self._input.update(chunk)
+                self._read_bytes += chunk.num_bytes
                 key = key_of(chunk, self.settings_digest)
                 known = None if self.store is None else self.store.facts(key)
                 if known is not None:
@@ -378,6 +380,7 @@ class _Run:
             facts = facts.result()
         self._facts.add(facts)
         self._parts.append((made.chunk.path, made.part))
+        self._settled_bytes += made.chunk.num_bytes
         self._show()
 
     def _require_supervised(self, facts: Facts) -> None:
@@ -540,16 +543,21 @@ class _Run:
             f"prepare: {facts.num_input:,} rows, {sum(facts.dropped.values()):,} dropped, "
             f"{facts.num_tokens:,} tokens, {rate:,.0f} tokens/s"
         )
-        if self._rows.total_bytes and self._rows.consumed_bytes:
+        if self._rows.total_bytes and self._settled_bytes:
+            # What is read and waits is not done: reading is far ahead of those who tokenise.
             share = min(self._rows.consumed_bytes / self._rows.total_bytes, 1.0)
+            share *= self._settled_bytes / self._read_bytes
             left = human_time(elapsed * (1 - share) / share)
             line += f", {share:.0%} of {human_bytes(self._rows.total_bytes)}, {left} left"
         self.progress.show(line)
 
 
-def _default_workers(total_bytes: int) -> int:
-    """One for each core, but none that has less to do than its start costs."""
-    return max(1, min(len(os.sched_getaffinity(0)), total_bytes // CHUNK_BYTES))
+def _default_workers(sources: Sequence[Path], total_bytes: int) -> int:
+    """One for each core, but none that has less to do than its start costs; what size does not tell counts as large."""
+    num_cores = len(os.sched_getaffinity(0))
+    if any(not path.is_file() or is_compressed(path) for path in sources):
+        return num_cores
+    return max(1, min(num_cores, total_bytes // CHUNK_BYTES))
 
 
 def _first_occurrences(sample_ids: bytearray) -> npt.NDArray[np.int64]:
