@@ -1000,6 +1000,11 @@ def test_images_beside_the_text_of_a_message_or_of_a_row_are_told(tmp_path: Path
     rows = [{"messages": beside}, {"messages": nothing}, chat("q", **{key: "x.png"}), chat("r", **{key: []})]
     receipt = run(tmp_path / "out.jsonl", write(tmp_path / "a.jsonl", rows))
     assert (receipt.num_kept, receipt.num_non_text) == (4, 2)
+    found = list(source_rows(lines_of(open_rows([tmp_path / "out.jsonl"], field="f"))))
+    assert [str(row.reason) for row in found if isinstance(row, DroppedRow)] == ["non_text_content"] * 2
+    # A row that is canonical already stays as it is; one without them is another conversation.
+    assert run(tmp_path / "again.jsonl", tmp_path / "out.jsonl").digest == receipt.digest
+    assert line(chat("q", **{key: "x.png"}))["id"] != line(chat("q"))["id"]
 
 
 def test_a_number_that_stops_prepare_is_dropped_and_one_in_a_text_is_not(tmp_path: Path) -> None:

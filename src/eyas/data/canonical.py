@@ -22,6 +22,7 @@ The canonical line has its keys in this order, those in brackets only where ther
 | `source`, `tags` | text, and a list of texts |
 | [`language`] | text |
 | [`retokenized`] | true |
+| [`image`, `images`, `audio`, …] | as the row has them |
 | [`extra`] | JSON text of an object: every other field of the row, its own id too |
 
 JSON text is the row's own bytes without the blanks between tokens: numbers, escapes and the order of keys stay. So are
@@ -176,11 +177,21 @@ def _canonical(fields: Fields, source: str, tags: tuple[str, ...], with_texts: b
             said.update(conversation.digested)
             said.update(b"\0" + tools_digested)
             digest = said.digest()
+    media = b""
+    if form is not Form.TOKENS:
+        # They stay where `prepare` sees them, and a row without them is another one.
+        for key in MEDIA_KEYS:
+            if present.get(key, b"null") not in NOTHING:
+                media += b"," + key_of(key) + b":" + compact(present[key])
+                used.add(key)
+        if media:
+            digest = xxhash.xxh3_128_digest(digest + media)
     hex_id = digest.hex()
     parts = [b'{"id":"', hex_id.encode(), b'",', *content]
     if tools:
         parts += (b',"tools":', tools)
     parts += _labels(present, source, tags, used)
+    parts.append(media)
     if extra := _extra(fields, used, hex_id):
         parts += (b',"extra":', extra)
     parts.append(b"}\n")
@@ -196,11 +207,7 @@ def _canonical(fields: Fields, source: str, tags: tuple[str, ...], with_texts: b
         form=form,
         texts=texts,
         answered=form is not Form.MESSAGES or (conversation is not None and conversation.answered),
-        non_text=form is not Form.TOKENS
-        and (
-            (conversation is not None and conversation.non_text)
-            or any(present.get(key, b"null") not in NOTHING for key in MEDIA_KEYS)
-        ),
+        non_text=form is not Form.TOKENS and (bool(media) or (conversation is not None and conversation.non_text)),
         mended=mended,
     )
 

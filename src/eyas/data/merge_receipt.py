@@ -52,7 +52,7 @@ class MergeReceipt:
     num_unanswered: int
     """Kept conversations without a word of an assistant: prompts for `generate`."""
     num_non_text: int
-    """Kept conversations with images or the like: `prepare` drops those that have them in a message's content."""
+    """Kept conversations with images or the like, which `prepare` drops."""
     num_mended: int
     """Rows with NaN or Infinity, now null."""
     benchmarks: tuple[BenchmarkReport, ...]
@@ -111,10 +111,7 @@ class MergeReceipt:
         if self.num_unanswered:
             lines.append(f"{self.num_unanswered:,} conversations have no answer yet")
         if self.num_non_text:
-            lines.append(
-                f"{self.num_non_text:,} conversations hold more than text: 'eyas prepare' drops those with images and "
-                "the like among the parts of a message, and of the others takes the text alone"
-            )
+            lines.append(f"{self.num_non_text:,} conversations hold more than text; 'eyas prepare' will drop them")
         if self.num_mended:
             lines.append(f"{self.num_mended:,} rows held NaN or Infinity, which are not JSON: null now")
         for benchmark in self.benchmarks:
