@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from eyas.config import DataConfig, TargetConfig
 from eyas.data.length import fit
 from eyas.data.prepare import PrepareReceipt, prepare
+from eyas.data.render import Renderer
 from eyas.data.report import Report, load_report, make_report, report_path
 from eyas.data.rules import Rules, thoughts
 from eyas.data.sources import GivenTokens, Messages, Reason, Row, Where
@@ -100,6 +101,53 @@ def test_an_option_that_the_template_never_uses_is_told(tmp_path: Path, target: 
         assert any(f"data.template_options.{name}: the template never" in line for line in receipt.lines()) is told
     used, _ = run(tmp_path, target, [chat("Hi", "Yo")], template_options={"loop": 1, "message": 1})
     assert used.unused_options == ("loop",)
+
+
+def test_what_cannot_fit_by_its_bytes_is_dropped_before_it_is_tokenised(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Row] = []
+    mask = Masker.mask
+
+    def watched(self: Masker, rows: Any) -> Any:
+        seen.extend(rows)
+        return mask(self, rows)
+
+    monkeypatch.setattr(Masker, "mask", watched)
+    thought = chat("Hi", f"<think>{'hm ' * 2000}</think>Yo")
+    rows = [chat("Hi", "Yo"), chat(*["some words"] * 200), {"text": "word " * 2000}, thought]
+    receipt, samples = run(tmp_path, target, rows, max_tokens=64)
+    assert (receipt.table.num_input, receipt.table.dropped, len(samples)) == (4, {"too_long": 3}, 1)
+    # Templates may leave thoughts away: those do not count.
+    assert [row.where.line for row in seen] == [1, 4]
+    assert "by its bytes" in receipt.examples["too_long"][0].detail
+    first = len(seen)
+    run(tmp_path, target, rows, max_tokens=64, too_long="cut")
+    assert [row.where.line for row in seen[first:]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("template", ["chatml", "think"])
+def test_many_short_turns_that_are_too_long_are_not_rendered_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    num_renderings = 0
+    text = Renderer.text
+
+    def counted(self: Renderer, *given: Any, **more: Any) -> str:
+        nonlocal num_renderings
+        num_renderings += 1
+        return text(self, *given, **more)
+
+    monkeypatch.setattr(Renderer, "text", counted)
+    target = small.target(tmp_path / "target", template)
+    rows = [chat("Hi", "Yo"), chat(*["a"] * 400)]
+    receipt, samples = run(tmp_path, target, rows, max_tokens=200)
+    if template == "chatml":
+        assert num_renderings < 50
+        assert (receipt.table.dropped, len(samples)) == ({"too_long": 1}, 1)
+    else:
+        # Where the template rewrites history, early turns have samples of their own, which fit.
+        assert receipt.table.num_extra > 100 and len(samples) > 2
 
 
 def test_an_equal_sample_in_both_splits_is_held_out(tmp_path: Path, target: Path) -> None:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import unicodedata
+from collections.abc import Iterable
 from typing import Literal
 
 from eyas.data.sources import Reason
 from eyas.data.template import Masked, Refused
 
 TooLong = Literal["drop", "turn", "cut"]
+
+
+def surely_too_long(texts: Iterable[str], max_tokens: int, token_bytes: int) -> Refused | None:
+    """Why texts cannot fit, told by their bytes alone, where a token stands for `token_bytes` at most (0: unknown).
+
+    White space around a text does not count, since templates may trim it.
+    """
+    if not token_bytes:
+        return None
+    num_bytes = sum(len(unicodedata.normalize("NFC", text.strip()).encode("utf-8", "replace")) for text in texts)
+    least = -(-num_bytes // token_bytes)
+    if least <= max_tokens:
+        return None
+    return Refused(Reason.TOO_LONG, f"at least {least:,} tokens by its bytes, data.max_tokens is {max_tokens:,}")
 
 
 def fit(masked: Masked, max_tokens: int, too_long: TooLong) -> Masked | Refused:

@@ -26,9 +26,10 @@ import pyarrow as pa
 import xxhash
 
 from eyas.config import DataConfig, TargetConfig
-from eyas.data.length import fit
-from eyas.data.rules import Rules, patterns
+from eyas.data.length import fit, surely_too_long
+from eyas.data.rules import THOUGHT_MARKERS, Rules, patterns
 from eyas.data.sources import DroppedRow, GivenTokens, GivenTurns, Messages, PlainText, Row, Where, rows_of
+from eyas.data.spans import longest_token_bytes
 from eyas.data.split import script_of, split_of_ids, split_of_text
 from eyas.data.table import SCHEMA, batch_of
 from eyas.data.template import Masked, Masker, MaskMethod, Refused, load_tokenizer, target_text_digest, template_digest
@@ -192,7 +193,9 @@ class Maker:
             rules=Rules(data.last_turn_only, data.reasoning, patterns(data.ignore)),
             options=data.template_options,
             date=data.date,
+            drop_above=data.max_tokens if data.too_long == "drop" else 0,
         )
+        self._token_bytes = longest_token_bytes(self.tokenizer) if data.too_long == "drop" else 0
 
     def about(self) -> AboutTemplate:
         """What the table has to say about the target's chat template."""
@@ -237,8 +240,12 @@ class Maker:
             facts.num_input += 1
             if isinstance(row, DroppedRow):
                 facts.drop(str(row.where), row.reason, row.detail)
-            else:
-                batch.append(row)
+                continue
+            # Rendering and tokenising a long conversation, to drop it then, may take minutes.
+            if refused := surely_too_long(_surely_shown(row), self._data.max_tokens, self._token_bytes):
+                facts.drop(str(row.where), refused.reason, refused.detail)
+                continue
+            batch.append(row)
             num_bytes += row.num_bytes
             if len(batch) >= BATCH_ROWS or num_bytes >= BATCH_BYTES:
                 yield batch
@@ -262,6 +269,21 @@ class Maker:
         ids = masked.token_ids[:LANGUAGE_TOKENS].tolist()
         special = self.masker.special_ids
         return script_of(self.masker.decode([token for token in ids if token not in special]))
+
+
+def _surely_shown(row: Row) -> Iterator[str]:
+    """Texts that every rendering of the whole row has: no thoughts, which templates take out of history."""
+    match row.content:
+        case PlainText(text):
+            yield text
+        case Messages(messages):
+            last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+            for message in messages[:last]:
+                if message["role"] == "user":
+                    yield message["content"]
+            answer = messages[last]["content"]
+            if not any(closing in answer for _, closing in THOUGHT_MARKERS):
+                yield answer
 
 
 def _split(row: Row, masked: Masked, held_out: float) -> str:

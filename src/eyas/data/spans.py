@@ -115,6 +115,28 @@ def decoded_view(ids: TokenIds, decode: Callable[[list[int]], str]) -> View:
     return View("".join(pieces), np.concatenate(([0], ends[:-1])).astype(np.int64), ends)
 
 
+def longest_token_bytes(tokenizer: Any) -> int:
+    """The most bytes of text that one token can stand for; 0 where nothing bounds that.
+
+    Nothing does where a token can stand for any unknown word, or where text is changed or left away before it becomes
+    tokens: so only byte-level BPE without a normaliser other than NFC has a bound, which says how NFC is to be counted.
+    """
+    if not tokenizer.is_fast:
+        return 0
+    backend = tokenizer.backend_tokenizer
+    before = repr(backend.pre_tokenizer)
+    kept = "ByteLevel" in before and "Whitespace" not in before and "removed" not in before.lower()
+    if type(backend.model).__name__ != "BPE" or not kept or backend.truncation is not None:
+        return 0
+    if backend.normalizer is not None and type(backend.normalizer).__name__ != "NFC":
+        return 0
+    added = tokenizer.added_tokens_decoder.values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return 0
+    # A character of a byte-level token is a byte; those of added tokens are counted in bytes, as all can be.
+    return max((len(token.encode()) for token in tokenizer.get_vocab()), default=0)
+
+
 def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
     """Token ids to text, special tokens included and nothing tidied up."""
 

@@ -74,6 +74,8 @@ NUM_STOPPED_EARLIER = "num_turns_stopped_earlier"
 """What is changed about turns of `num_turns_changed`."""
 DETAILS = (NUM_LEADING, NUM_EMPTY, NUM_CALLS_NOT_SHOWN, NUM_THOUGHTS_NOT_SHOWN, NUM_STOPPED_EARLIER)
 """Counts that the receipt tells and the table does not: there they are part of other counters."""
+MANY_TURNS, NUM_TRIED_TURNS = 64, 8
+"""Conversations with more turns are dropped by their whole rendering; so many turns tell that it shows all of them."""
 MAX_CACHED_TAILS = 4096
 MAX_TAIL_CHARS = 256
 MAX_KEPT_CHARS = 16 << 20
@@ -156,8 +158,14 @@ class Masker:
         rules: Rules = Rules(),  # noqa: B008 - frozen
         options: Mapping[str, Any] | None = None,
         date: datetime.date = DEFAULT_DATE,
+        drop_above: int = 0,
     ) -> None:
-        """`directory` is the target's; its `config.json` and `generation_config.json` are read if they are there."""
+        """`directory` is the target's; its `config.json` and `generation_config.json` are read if they are there.
+
+        `drop_above`: samples with more tokens will be dropped, so that conversations of many turns need not be
+        rendered turn by turn when they are longer; 0 for none.
+        """
+        self._drop_above = drop_above
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json")
         self.directory = directory
@@ -286,6 +294,8 @@ class Masker:
         if renders.messages[0]["role"] == "assistant" and wanted is turns:
             _leave_out(counts, NUM_LEADING)
         renders.up_to(turns[-1])
+        if refused := self._surely_too_long(renders, wanted):
+            return refused
         tags = self._renderer.has_tags(renders.tools)
         renderings: list[_Rendering] = []
         missing = list(wanted)
@@ -339,6 +349,24 @@ class Masker:
         counts["num_turns_left_out"] += len(left_out)
         counts["num_rewritten"] += len(renderings) + len(left_out) > 1
         return _Plan(renderings, counts)
+
+    def _surely_too_long(self, renders: _Renders, turns: list[int]) -> Refused | None:
+        """Refuse a long conversation by its whole rendering, where that shows each of some turns exactly.
+
+        Turn by turn the work grows with the square of the number of turns.
+        """
+        last = turns[-1]
+        message = renders.messages[last]
+        # The last turn is surely supervised, so that its sample is longer than its prompt.
+        plain = bool(message["content"].strip()) and not _calls_of(message)
+        if not self._drop_above or len(turns) <= MANY_TURNS or not plain:
+            return None
+        num_tokens = len(self._encode(renders.before(last)))
+        if num_tokens <= self._drop_above:
+            return None
+        if not all(renders.shows(i, last) for i in [last, *turns[:: len(turns) // NUM_TRIED_TURNS]]):
+            return None
+        return Refused(Reason.TOO_LONG, f"over {num_tokens:,} tokens, data.max_tokens is {self._drop_above:,}")
 
     def _compose(self, renders: _Renders, turn: int) -> _Rendering | None:
         """Prompt and answer put together, where it can be told how the answer was written."""
