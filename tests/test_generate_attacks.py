@@ -175,7 +175,7 @@ def test_secrets_in_extra_are_refused_at_any_depth(extra: dict[str, Any]) -> Non
 
 def test_extra_may_hold_what_is_no_secret() -> None:
     schema = {"type": "object", "properties": {"token": {"type": "string"}, "n": {"type": "integer"}}}
-    check_extra({"response_format": {"schema": schema}, "stop": ["1"], "max_tokens": 3, "top_k": None}, Key("1"))
+    check_extra({"response_format": {"schema": schema}, "stop": ["1"], "min_tokens": 3, "top_k": None}, Key("1"))
 
 
 def test_a_model_named_like_the_key_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eyas.errors import EngineError, EngineUnavailable, Stopped
+from eyas.errors import ConfigError, EngineError, EngineUnavailable, Stopped
 from eyas.generate.monitor import heartbeat_path
 from eyas.generate.status import status
 from misbehaving_server import Act, Asked, MisbehavingServer, error
@@ -138,3 +138,12 @@ def test_status_counts_what_is_planned_no_more_apart(setting: Setting) -> None:
         setting.run(server.url)
     found: Any = status(setting.out)
     assert (found.planned, found.answered, found.rejected, found.pending) == (5, 5, 0, 0)
+
+
+def test_a_seed_of_the_users_stays_and_a_limit_beside_ours_is_refused(setting: Setting) -> None:
+    setting.ask(3)
+    with MisbehavingServer() as server:
+        setting.run(server.url, temperature=1.0, seed=5, extra={"seed": 7})
+        assert {asked.body["seed"] for asked in server.asked} == {7}
+        with pytest.raises(ConfigError, match=r"extra\.max_tokens: set generate\.max_new_tokens"):
+            setting.run(server.url, extra={"max_tokens": 100_000})

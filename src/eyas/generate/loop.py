@@ -31,7 +31,7 @@ from eyas.generate.reply import (
     Outcome,
     Refusal,
 )
-from eyas.generate.request import common_body, seed_of
+from eyas.generate.request import common_body, has_seed, seed_of
 from eyas.generate.work import Work
 from eyas.log import human_time
 
@@ -234,7 +234,7 @@ class Loop:
                 body = {**self._body, "messages": conversation.messages}
                 if conversation.prompt.tools:
                     body["tools"] = conversation.prompt.tools
-                if "seed" in body:
+                if has_seed(self._config):
                     body["seed"] = seed_of(conversation, self._config.seed)
                 outcome = await endpoint.ask(body, timeout_s=timeout_s)
                 if not self._take(endpoint, conversation, outcome):

@@ -38,8 +38,6 @@ def common_body(config: GenerateConfig, model: str) -> dict[str, Any]:
     }
     if config.top_p < 1:
         body["top_p"] = config.top_p
-    if config.temperature > 0 and config.seed:
-        body["seed"] = config.seed
     if config.providers or config.quantizations:
         provider: dict[str, Any] = {"allow_fallbacks": False}
         if config.providers:
@@ -48,6 +46,11 @@ def common_body(config: GenerateConfig, model: str) -> dict[str, Any]:
             provider["quantizations"] = list(config.quantizations)
         body["provider"] = provider
     return body | config.extra
+
+
+def has_seed(config: GenerateConfig) -> bool:
+    """Whether each request gets a seed of ours; one in `generate.extra` stays as it is."""
+    return config.temperature > 0 and config.seed != 0 and "seed" not in config.extra
 
 
 def seed_of(conversation: Conversation, seed: int) -> int:
@@ -74,6 +77,10 @@ def check_extra(extra: Mapping[str, Any], key: Key) -> None:
     for name in extra:
         if name in NOT_OURS_TO_SAY:
             raise ConfigError(f"generate.extra.{name}: is not for the run file to say")
+        if name == "max_tokens":
+            raise ConfigError(
+                "generate.extra.max_tokens: set generate.max_new_tokens, by which cost and time are reckoned"
+            )
     _check_field(extra, "generate.extra", of_schema=False)
     if key.is_in(json.dumps(extra, ensure_ascii=False)):
         raise ConfigError("generate.extra holds the key, and extra fields stand in every row; take it out")
