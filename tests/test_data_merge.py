@@ -36,10 +36,9 @@ from eyas.data.leakage import Benchmarks, words_of
 from eyas.data.merge import merge, report_path
 from eyas.data.merge_receipt import MergeReceipt
 from eyas.data.prepare import prepare
-from eyas.data.sources import DroppedRow, Row
+from eyas.data.sources import Drop, DroppedRow, Row
 from eyas.data.sources import rows_of as source_rows
 from eyas.data.table import SampleTable
-from eyas.data.turns import Drop
 from eyas.errors import ConfigError, DataError, OutOfSpace
 from eyas.log import Progress
 from fixtures.data import small

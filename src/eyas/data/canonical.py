@@ -45,7 +45,7 @@ import msgspec
 import xxhash
 
 from eyas.data.files import RawRow, broken_json
-from eyas.data.sources import Reason
+from eyas.data.sources import LANGUAGE_KEYS, MEDIA_KEYS, Drop, Reason
 from eyas.data.spelling import (
     STRING,
     Fields,
@@ -62,7 +62,7 @@ from eyas.data.spelling import (
     one_spelling,
     string,
 )
-from eyas.data.turns import MEDIA_KEYS, NOTHING, PROMPT_KEYS, Conversation, Drop, conversation_of, one_turn
+from eyas.data.turns import NOTHING, PROMPT_KEYS, Conversation, conversation_of, one_turn
 
 CANONICAL_VERSION = 2
 """Part of what an output is known by: raise it when the same input would give other lines."""
@@ -74,7 +74,6 @@ TURNS_TAG = b"eyas.turns.1\0"
 
 IDS_KEYS = ("input_ids", "token_ids")
 MESSAGES_KEYS = ("messages", "conversations", "conversation")
-LANGUAGE_KEYS = ("language", "lang")
 KNOWN = "messages, conversations, prompt, instruction, question, text, input_ids with loss_mask, turns with token_ids"
 MAX_INTEGER_DIGITS = 4300
 """Python reads no longer ones: such a line would stop whoever reads the output."""

@@ -18,8 +18,7 @@ from eyas.data.leakage import Benchmarks
 from eyas.data.merge_receipt import Example, MergeReceipt, SourceReport, identity, printable
 from eyas.data.output import OutputFile
 from eyas.data.shuffle import Admit, Entry, Shuffle
-from eyas.data.sources import Reason
-from eyas.data.turns import Drop
+from eyas.data.sources import Drop, Reason
 from eyas.errors import DataError
 from eyas.log import human_bytes, human_time
 

@@ -48,7 +48,8 @@ ROLES: Mapping[str, str] = {
 
 MERGE_FORMS = ({"instruction", "response"}, {"instruction", "output"}, {"prompt", "completion"}, {"prompt", "response"})
 """Keys of forms that `merge` makes into messages."""
-MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+LANGUAGE_KEYS = ("language", "lang")
+MEDIA_KEYS = ("images", "image", "audio", "audios", "video", "videos")
 """Where rows and messages keep what is no text, apart from the content that refers to it."""
 
 
@@ -161,7 +162,9 @@ class DroppedRow:
     detail: str
 
 
-class _Drop(Exception):
+class Drop(Exception):
+    """A row that is readable, but no conversation."""
+
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
@@ -173,7 +176,7 @@ def rows_of(lines: Iterable[tuple[Where, bytes]]) -> Iterator[Row | DroppedRow]:
     for where, line in lines:
         try:
             yield _row(where, line)
-        except _Drop as drop:
+        except Drop as drop:
             yield DroppedRow(where, len(line), drop.reason, drop.detail)
         except RecursionError:
             yield DroppedRow(where, len(line), Reason.WRONG_TYPE, "nested too deeply")
@@ -182,9 +185,9 @@ def rows_of(lines: Iterable[tuple[Where, bytes]]) -> Iterator[Row | DroppedRow]:
 def _row(where: Where, line: bytes) -> Row:
     value = _parse(where, line)
     if not isinstance(value, dict):
-        raise _Drop(Reason.NOT_AN_OBJECT, f"{_kind(value)} instead of an object")
+        raise Drop(Reason.NOT_AN_OBJECT, f"{_kind(value)} instead of an object")
     if b"\\u" in line and not _encodable(value):
-        raise _Drop(Reason.INVALID_TEXT, "an escape like \\ud83d without its other half")
+        raise Drop(Reason.INVALID_TEXT, "an escape like \\ud83d without its other half")
     content = _content(value)
     first_user, text = _texts(value, content)
     return Row(
@@ -227,23 +230,23 @@ def _content(value: dict[str, Any]) -> Content:
         return _messages(value, messages_key)
     if value.get("text") is not None:
         if not isinstance(value["text"], str):
-            raise _Drop(Reason.WRONG_TYPE, f"'text' is {_kind(value['text'])}")
+            raise Drop(Reason.WRONG_TYPE, f"'text' is {_kind(value['text'])}")
         if not value["text"]:
-            raise _Drop(Reason.EMPTY_TEXT, "'text' is empty")
+            raise Drop(Reason.EMPTY_TEXT, "'text' is empty")
         return PlainText(value["text"])
     if ids_key is not None:
-        raise _Drop(Reason.NO_LOSS_MASK, f"'{ids_key}' without 'loss_mask': which tokens the target wrote is unknown")
+        raise Drop(Reason.NO_LOSS_MASK, f"'{ids_key}' without 'loss_mask': which tokens the target wrote is unknown")
     known = "messages, conversations, input_ids with loss_mask, text"
     detail = f"keys {', '.join(sorted(map(str, value)))[:200] or 'none'}; known: {known}"
     if any(value.keys() >= form for form in MERGE_FORMS):
         detail += "; 'eyas data merge' reads more forms"
-    raise _Drop(Reason.UNKNOWN_FORM, detail)
+    raise Drop(Reason.UNKNOWN_FORM, detail)
 
 
 def _refuse_media(value: Mapping[str, Any], what: str) -> None:
-    media = next((key for key in MEDIA if value.get(key)), None)
+    media = next((key for key in MEDIA_KEYS if value.get(key)), None)
     if media is not None:
-        raise _Drop(Reason.NON_TEXT_CONTENT, f"{what} has '{media}'")
+        raise Drop(Reason.NON_TEXT_CONTENT, f"{what} has '{media}'")
 
 
 def _has_turns(turns: Any) -> bool:
@@ -255,7 +258,7 @@ def _has_turns(turns: Any) -> bool:
 def _given_turn(turn: dict[str, Any]) -> tuple[TokenIds, TokenIds]:
     prompt_ids, token_ids = _token_ids(turn["prompt_ids"]), _token_ids(turn["token_ids"])
     if not len(prompt_ids) or not len(token_ids):
-        raise _Drop(Reason.BAD_TOKEN_IDS, "a turn without 'prompt_ids' or 'token_ids'")
+        raise Drop(Reason.BAD_TOKEN_IDS, "a turn without 'prompt_ids' or 'token_ids'")
     return prompt_ids, token_ids
 
 
@@ -263,45 +266,45 @@ def _token_ids(ids: Any) -> TokenIds:
     try:
         return as_token_ids(ids)
     except (ValueError, TypeError, OverflowError) as error:
-        raise _Drop(Reason.BAD_TOKEN_IDS, str(error).splitlines()[0]) from None
+        raise Drop(Reason.BAD_TOKEN_IDS, str(error).splitlines()[0]) from None
 
 
 def _given(ids: Any, mask: Any) -> GivenTokens:
     token_ids = _token_ids(ids)
     if not token_ids.size:
-        raise _Drop(Reason.EMPTY_CONVERSATION, "no token ids")
+        raise Drop(Reason.EMPTY_CONVERSATION, "no token ids")
     if not isinstance(mask, list) or any(entry not in (0, 1) for entry in mask):
-        raise _Drop(Reason.BAD_LOSS_MASK, "'loss_mask' must be a flat list of 0 and 1")
+        raise Drop(Reason.BAD_LOSS_MASK, "'loss_mask' must be a flat list of 0 and 1")
     if len(mask) != len(token_ids):
-        raise _Drop(Reason.BAD_LOSS_MASK, f"{len(mask)} entries in 'loss_mask' for {len(token_ids)} token ids")
+        raise Drop(Reason.BAD_LOSS_MASK, f"{len(mask)} entries in 'loss_mask' for {len(token_ids)} token ids")
     return GivenTokens(token_ids, np.array(mask, dtype=np.bool_))
 
 
 def _messages(value: dict[str, Any], key: str) -> Messages:
     turns = value[key]
     if not isinstance(turns, list):
-        raise _Drop(Reason.WRONG_TYPE, f"'{key}' is {_kind(turns)}")
+        raise Drop(Reason.WRONG_TYPE, f"'{key}' is {_kind(turns)}")
     if not turns:
-        raise _Drop(Reason.EMPTY_CONVERSATION, f"'{key}' is empty")
+        raise Drop(Reason.EMPTY_CONVERSATION, f"'{key}' is empty")
     messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
     system = value.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     if not any(message["role"] == "assistant" for message in messages):
-        raise _Drop(Reason.NO_ASSISTANT_TURN, f"roles {', '.join(message['role'] for message in messages)[:200]}")
+        raise Drop(Reason.NO_ASSISTANT_TURN, f"roles {', '.join(message['role'] for message in messages)[:200]}")
     return Messages(tuple(messages), _tools(value.get("tools")))
 
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
     if not isinstance(turn, dict):
-        raise _Drop(Reason.WRONG_TYPE, f"message {number} is {_kind(turn)}")
+        raise Drop(Reason.WRONG_TYPE, f"message {number} is {_kind(turn)}")
     role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
     role = turn.get(role_key)
     if not isinstance(role, str):
-        raise _Drop(Reason.WRONG_TYPE, f"message {number} has no role")
+        raise Drop(Reason.WRONG_TYPE, f"message {number} has no role")
     known = ROLES.get(role.strip().lower())
     if known is None:
-        raise _Drop(Reason.UNKNOWN_ROLE, f"message {number}: '{role[:50]}'")
+        raise Drop(Reason.UNKNOWN_ROLE, f"message {number}: '{role[:50]}'")
     _refuse_media(turn, f"message {number}")
     others = {key: item for key, item in turn.items() if key not in (role_key, content_key)}
     return {"role": known, "content": _text(turn.get(content_key), others, number), **others}
@@ -314,12 +317,12 @@ def _text(content: Any, others: Mapping[str, Any], number: int) -> str:
         # Templates print a missing content as the word None.
         return ""
     if not isinstance(content, list):
-        raise _Drop(Reason.WRONG_TYPE, f"message {number}: content is {_kind(content)}")
+        raise Drop(Reason.WRONG_TYPE, f"message {number}: content is {_kind(content)}")
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else _kind(part)
-            raise _Drop(Reason.NON_TEXT_CONTENT, f"message {number}: part of type {kind}")
+            raise Drop(Reason.NON_TEXT_CONTENT, f"message {number}: part of type {kind}")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -329,11 +332,11 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
         try:
             value = json.loads(value) if value.strip() else None
         except ValueError:
-            raise _Drop(Reason.WRONG_TYPE, "'tools' is text, but not JSON") from None
+            raise Drop(Reason.WRONG_TYPE, "'tools' is text, but not JSON") from None
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise _Drop(Reason.WRONG_TYPE, "'tools' is not a list of objects")
+        raise Drop(Reason.WRONG_TYPE, "'tools' is not a list of objects")
     return tuple(value)
 
 
@@ -350,12 +353,12 @@ def _label(value: dict[str, Any], key: str) -> str:
     if label is None:
         return ""
     if isinstance(label, bool) or not isinstance(label, (str, int)):
-        raise _Drop(Reason.WRONG_TYPE, f"'{key}' is {_kind(label)}")
+        raise Drop(Reason.WRONG_TYPE, f"'{key}' is {_kind(label)}")
     return str(label)
 
 
 def _language(value: dict[str, Any]) -> str:
-    for key in ("language", "lang"):
+    for key in LANGUAGE_KEYS:
         label = value.get(key)
         # Other types are somebody else's field: no reason to drop a row.
         if isinstance(label, str) and label.strip():
@@ -380,7 +383,7 @@ def _texts(value: dict[str, Any], content: Content) -> tuple[str | None, str]:
             break
         try:
             message = turn if isinstance(content, Messages) else _message(turn, number)
-        except _Drop:
+        except Drop:
             continue
         if message["role"] not in ("user", "assistant"):
             continue
@@ -396,7 +399,7 @@ def _tags(value: Any) -> tuple[str, ...]:
         return ()
     tags = value if isinstance(value, list) else [value]
     if not all(isinstance(tag, (str, int)) for tag in tags):
-        raise _Drop(Reason.WRONG_TYPE, "'tags' is neither a string nor a list of strings")
+        raise Drop(Reason.WRONG_TYPE, "'tags' is neither a string nor a list of strings")
     return tuple(dict.fromkeys(map(str, tags)))
 
 

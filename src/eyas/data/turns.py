@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from eyas.data.sources import ROLES, Reason
+from eyas.data.sources import MEDIA_KEYS, ROLES, Drop, Reason
 from eyas.data.spelling import (
     Fields,
     a_list,
@@ -29,18 +29,7 @@ from eyas.data.spelling import (
 PROMPT_KEYS = ("prompt", "instruction", "question", "query")
 ANSWER_KEYS = ("completion", "response", "output", "answer")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-MEDIA_KEYS = ("images", "image", "audio", "audios", "video", "videos")
-"""Beside the text of a message or of a row: more than text, unless there is nothing in it."""
 NOTHING = (b"null", b'""', b"[]", b"{}", b"false")
-
-
-class Drop(Exception):
-    """A row that is readable, but no conversation."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
 
 
 _NO_CALLS = msgspec.Raw()
