@@ -144,13 +144,8 @@ class Loop:
         pumps = [asyncio.create_task(self._pump(endpoint)) for endpoint in self.endpoints]
         waiters = [asyncio.create_task(self._over.wait()), asyncio.create_task(self._work.done.wait())]
         try:
+            # A pump ends only when one of the two has come, or by an error, which is raised below.
             await asyncio.wait([*pumps, *waiters], return_when=asyncio.FIRST_COMPLETED)
-            while not (self._over.is_set() or self._work.done.is_set()) and not all(pump.done() for pump in pumps):
-                for pump in pumps:
-                    if pump.done():
-                        pump.result()
-                running = [pump for pump in pumps if not pump.done()]
-                await asyncio.wait([*running, *waiters], return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (*pumps, *waiters):
                 task.cancel()
