@@ -1,0 +1,1 @@
+"""The drafter: its shape, its weights, its vocabulary, its checkpoint."""

@@ -1,0 +1,1 @@
+"""A drafter from a data set of hidden states: packs, training-time test, loop, resume."""
