@@ -16,8 +16,8 @@ LEVELS: list[set[str]] = [
     {"errors", "records", "log"},
     {"config", "connections", "values"},
     {"target"},
-    {"data", "store", "engine", "observe"},
-    {"generate", "capture", "serve"},
+    {"data", "store", "engine", "model", "observe"},
+    {"generate", "capture", "serve", "train"},
     {"cli"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
