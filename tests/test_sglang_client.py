@@ -606,6 +606,50 @@ def test_a_client_killed_with_9_resumes_to_the_same_data_set(
     assert list(world.staging.iterdir()) == []
 
 
+# --- no server
+
+
+def test_a_complete_data_set_needs_no_server(world: World, out: Path, table: SampleTable, tmp_path: Path) -> None:
+    server = world.serve()
+    settings = cfg(out)
+    whole = world.capture(table, settings)
+    server.kill()
+    run_file = tmp_path / "run.toml"
+
+    def again(*overrides: str) -> subprocess.CompletedProcess[str]:
+        run_file.write_text(
+            f"""
+            [target]
+            path = "{world.target}"
+            [data]
+            samples = "samples.parquet"
+            [engine]
+            kind = "sglang"
+            url = "{server.url}"
+            [capture]
+            out = "out"
+            min_free_bytes = 0
+            shard_tokens = {settings.shard_tokens}
+            """
+        )
+        command = [sys.executable, "-c", "from eyas.cli import main; main()", "capture", str(run_file), "--json"]
+        return subprocess.run([*command, *overrides], capture_output=True, text=True, check=False, timeout=60)
+
+    done = again()
+    assert done.returncode == 0, done.stderr
+    receipt = json.loads(done.stdout)
+    assert (receipt["committed"], receipt["pending"]) == (len(LENGTHS), 0)
+    assert receipt["data_digest"] == whole.data_digest
+    make_table(tmp_path / "samples.parquet", [*LENGTHS, 17])
+    gone = f"eyas: no SGLang server answers at {server.url}"
+    for overrides in [], ["capture.aux_layers=[0, 1]"]:
+        done = again(*overrides)
+        assert done.returncode == 3 and gone in done.stderr and done.stdout == ""
+    require_no_more_than(out, len(LENGTHS))
+    world.serve()
+    assert world.capture(SampleTable.open(tmp_path / "samples.parquet"), settings).committed == len(LENGTHS) + 1
+
+
 # --- stopping
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from eyas import __version__, config, log
-from eyas.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INCOMPLETE, ConfigError, EyasError, Stopped
+from eyas.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INCOMPLETE, ConfigError, EngineUnavailable, EyasError, Stopped
 
 if TYPE_CHECKING:
     from eyas.capture.check import Head
@@ -313,6 +313,7 @@ def capture(
     out = _need_directory(tree.capture.out, "capture.out")
     table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
     progress = log.Progress(interval_s=tree.capture.interval_s)
+    from eyas.capture.absent import AbsentEngine
     from eyas.capture.run import capture as stage
     from eyas.data.table import SampleTable
 
@@ -320,7 +321,10 @@ def capture(
     # Until the engine has said what it is, Ctrl-C ends us at once; from then on the run stops in good order.
     _stop_by_exception()
     engine, head = _engine(tree)
-    engine.info()
+    try:
+        engine.info()
+    except EngineUnavailable as error:
+        engine = AbsentEngine(out, tree.target, tree.capture.aux_layers, error)
     stop = _stop_by_event()
     with contextlib.closing(engine):
         receipt = stage(
