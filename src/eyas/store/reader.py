@@ -111,6 +111,11 @@ class DataSet:
         """`[N]` tokens of each sample."""
         return self._manifest.num_tokens
 
+    @property
+    def ids(self) -> npt.NDArray[np.uint8]:
+        """`[N, 16]` sample ids, as `Permutation` takes them."""
+        return self._manifest.ids
+
     def sample_id(self, index: int) -> str:
         return bytes(self._manifest.ids[index]).hex()
 
@@ -122,18 +127,36 @@ class DataSet:
         """The index of a sample; KeyError where it is not in the data set."""
         if not is_digest(sample_id):
             raise KeyError(sample_id)
-        # A table of the ids' first halves, sorted once; equal halves of different ids stand side by side.
-        if self._by_id is None:
-            high = manifest.id_keys(self._manifest.ids)[:, 0]
-            order = np.argsort(high, kind="stable")
-            self._by_id = high[order], order
-        high, order = self._by_id
+        high, order = self._first_halves()
         at = int(np.searchsorted(high, np.uint64(int(sample_id[:16], 16))))
         while at < len(high) and high[at] == int(sample_id[:16], 16):
             if self.sample_id(order[at]) == sample_id:
                 return int(order[at])
             at += 1
         raise KeyError(sample_id)
+
+    def indices_of(self, ids: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+        """`[n]`: the indices of many samples, `ids` `[n, 16]`; -1 for each that is not in the data set."""
+        high, order = self._first_halves()
+        at = np.searchsorted(high, manifest.id_keys(ids)[:, 0])
+        found = np.full(len(ids), -1, np.int64)
+        rest = np.arange(len(ids))
+        # Each turn looks at the next of equal halves; there is hardly ever a second turn.
+        while len(rest := rest[at[rest] < len(high)]):
+            candidates = order[at[rest]]
+            same = (self.ids[candidates] == ids[rest]).all(axis=1)
+            found[rest[same]] = candidates[same]
+            at[rest] += 1
+            rest = rest[~same & (self.ids[candidates, :8] == ids[rest, :8]).all(axis=1)]
+        return found
+
+    def _first_halves(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """The ids' first halves, sorted once, and their indices; equal halves of different ids stand side by side."""
+        if self._by_id is None:
+            high = manifest.id_keys(self._manifest.ids)[:, 0]
+            order = np.argsort(high, kind="stable")
+            self._by_id = high[order], order
+        return self._by_id
 
     def __getitem__(self, index: int) -> StoredSample:
         if not -len(self) <= index < len(self):
