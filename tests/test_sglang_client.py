@@ -559,6 +559,31 @@ def test_a_server_process_that_is_killed_with_9_is_waited_for(
     require_values(out, table, own)
 
 
+def test_what_a_killed_server_was_writing_goes_while_the_run_goes_on(
+    world: World, out: Path, table: SampleTable
+) -> None:
+    left: list[Path] = []
+    seen: list[list[bool]] = []
+
+    def leave(asked: Asked) -> None:
+        path = asked.name.path(world.staging)
+        left.extend(path.with_name(f"{10**6 + i}.{path.suffix[1:]}.tmp") for i in range(2))
+        for unfinished in left:
+            unfinished.write_bytes(bytes(5000))
+        os.utime(left[0], times=(0, time.time() - session.UNFINISHED_PATIENCE_S - 1))
+        # Another client that is killed meanwhile.
+        done = subprocess.run([sys.executable, "-c", KILLED_CLIENT, str(world.staging)], stdout=subprocess.PIPE,
+                              text=True, check=False)  # fmt: skip
+        left.append(world.staging / done.stdout.strip())
+        time.sleep(2.5)
+        seen.append([path.exists() for path in left])
+
+    world.serve(after_probe(of_length(9, lambda asked: Act(before=lambda: leave(asked)))))
+    assert world.capture(table, cfg(out)).committed == len(LENGTHS)
+    assert seen == [[False, True, False]]
+    assert list(world.staging.iterdir()) == []
+
+
 # --- a client that goes
 
 

@@ -341,7 +341,7 @@ def remove_dead_runs(staging: Path) -> tuple[int, int]:
                 removed, num_bytes = removed + 1, num_bytes + size
     # What was killed while it made or removed a run.
     for path in staging.glob(".*"):
-        if _REMOVED.fullmatch(path.name) and (path.suffix == ".gone" or _age_s(path) > _NEW_PATIENCE_S):
+        if _REMOVED.fullmatch(path.name) and (path.suffix == ".gone" or age_s(path) > _NEW_PATIENCE_S):
             shutil.rmtree(path, ignore_errors=True)
     return removed, num_bytes
 
@@ -371,7 +371,8 @@ def _size(directory: Path) -> int:
     return total
 
 
-def _age_s(path: Path) -> float:
+def age_s(path: Path) -> float:
+    """Seconds since a file was written to; 0 where it is not there."""
     try:
         return time.time() - path.lstat().st_mtime
     except OSError:

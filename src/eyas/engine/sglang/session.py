@@ -39,6 +39,8 @@ FULL_PAUSE_S, MAX_FULL_PAUSE_S = 0.05, 1.0
 """Pause before a request that the server had no room for is sent again; doubles."""
 FULL_PATIENCE_S = 60.0
 """How long it is sent again before its sample counts as failed, with the server's words."""
+UNFINISHED_PATIENCE_S = 30.0
+"""A file that nobody waits for and that nobody wrote to for so long was left by a killed server."""
 STAGED_PATIENCE_S = 30.0
 """How long a file may take to appear after the server has answered."""
 QUIET_PATIENCE_S = 5.0
@@ -534,21 +536,24 @@ class Session:
             return
         self._looked_at = now
         self._sweep()
+        staged.remove_dead_runs(self._staging_run.staging)
         # A little less than all: files that were read and are not yet gone count at the server.
         self._share_bytes = int(self._hello["room"]["limit"]) * 9 // 10 // self._staging_run.num_sharing()
         if turn.flights:
             self._call(self._adapt(turn))
 
     def _sweep(self) -> None:
-        """Remove the files that nobody waits for: of requests that were given up after they were sent."""
+        """Remove the files that nobody waits for: of requests that were given up, or that a killed server began."""
         try:
             paths = list(self._staging_run.path.iterdir())
         except OSError:
             return  # it is gone; the server will say so
         for path in paths:
-            serial, _, kind = path.name.partition(".")
+            serial = path.name.partition(".")[0]
+            if not serial.isdecimal() or int(serial) in self._awaited:
+                continue
             # What is still being written (.tmp) gets its name first.
-            if serial.isdecimal() and not kind.endswith("tmp") and int(serial) not in self._awaited:
+            if path.suffix != ".tmp" or staged.age_s(path) > UNFINISHED_PATIENCE_S:
                 path.unlink(missing_ok=True)
 
     async def _adapt(self, turn: _Turn) -> None:
