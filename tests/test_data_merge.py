@@ -599,6 +599,7 @@ def test_near_misses_of_a_passage() -> None:
     assert not leaks([prompt], [words(5, 11), words(11, 18)]), "two turns are not one passage"
     assert not leaks([words(0, 7), words(7, 20)[:20]], [words(0, 20)]), "two prompts are not one either"
     assert not leaks([prompt], [words(5, 17) + " w170"])
+    assert not leaks([prompt], [words(5, 17) + " w99"]), "first letter and length are those of w17"
     assert leaks([prompt], [words(5, 17)], ngram=12)
     assert not leaks([prompt], [""])
 

@@ -7,9 +7,11 @@ by itself: a passage that begins in one and ends in another is not found. A prom
 passage as a whole; one of fewer than 8 words counts only where it is all that a text says, because `go on` stands
 everywhere.
 
-All texts of a batch are looked at together, as arrays: a word is a 64-bit hash, a passage a hash of its words' hashes,
-which differences of one running sum give for any length. Letters: `C` UTF-16 units, `W` words of a batch. What UTF-16
-needs two units for (emoji, rare ideographs) counts as no letter.
+All texts of a batch are looked at together, as arrays. A word has a shape, its first letter and its length, and a hash
+of all its letters, 64 bits each; so has a passage, of those of its words, and differences of one running sum give the
+shapes of all passages of any length. Hashes are made only where the shape is that of a benchmark's passage, which is
+hardly ever chance. Letters: `C` UTF-16 units, `W` words of a batch. What UTF-16 needs two units for (emoji, rare
+ideographs) counts as no letter.
 """
 
 from __future__ import annotations
@@ -87,9 +89,49 @@ class _Passages:
     """Sorted, each once."""
     prompts: npt.NDArray[np.int32]
     """The first prompt that has it."""
+    shapes: Words
+    """Sorted, each once."""
     may_be: npt.NDArray[np.bool_]
-    """By the top bits of a hash: whether it is worth a search."""
+    """By the top bits of a shape: whether it is worth a search."""
     shift: np.uint64
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """The words of a text."""
+
+    units: npt.NDArray[np.uint16]
+    """The text itself `[C]`."""
+    letters: npt.NDArray[np.uint16]
+    """What each unit counts as, 0 for no letter, and some zeros more `[C + 4]`."""
+    starts: Places
+    """Where each word begins `[W]`."""
+    lengths: Places
+    """Letters of each word `[W]`."""
+
+    def shapes(self) -> Words:
+        """First letter and length of each word `[W]`."""
+        return self.letters[self.starts] + (self.lengths.astype(np.uint64) << np.uint64(16))
+
+    def hashes(self, which: Places | slice = slice(None)) -> Words:
+        """Hashes of the words, or of some of them."""
+        starts, lengths = self.starts[which], self.lengths[which]
+        # Four letters at a time, from wherever a word begins; what lies behind its end is masked.
+        fours: Words = np.ndarray((len(self.units) + 1,), dtype="<u8", buffer=self.letters.data, strides=(2,))
+        hashes = _mixed((fours[starts] & _MASKS[np.minimum(lengths, _LOAD)]) + lengths.astype(np.uint64) * _STEP)
+        for done in range(_LOAD, MAX_WORD_LETTERS, _LOAD):
+            longer = np.flatnonzero(lengths > done)
+            if not len(longer):
+                break
+            more = fours[starts[longer] + done] & _MASKS[np.minimum(lengths[longer] - done, _LOAD)]
+            hashes[longer] = _mixed(hashes[longer] * _STEP + more)
+        return hashes
+
+    def passages(self, places: Places, length: int) -> Words:
+        """Hashes of the passages of so many words that begin at some words; as `_passages_of` all words' hashes."""
+        hashes = self.hashes((places[:, None] + np.arange(length)).ravel()).reshape(-1, length)
+        up, _ = _powers(length)
+        return _mixed((hashes * up[:length]).sum(axis=1, dtype=np.uint64))
 
 
 class Benchmarks:
@@ -101,25 +143,26 @@ class Benchmarks:
         self._where: list[str] = []
         self._leaked: set[int] = set()
         self._shortest = min(SHORTEST_PASSAGE, ngram)
-        found: dict[int, tuple[list[Words], list[int]]] = {}
+        found: dict[int, tuple[list[Words], list[Words], list[int]]] = {}
         for path in open_rows(paths, field="merge.benchmarks").files:
             self._read(path, ngram, found)
         self._passages = {length: _index(*lists) for length, lists in sorted(found.items())}
 
-    def _read(self, path: Path, ngram: int, found: dict[int, tuple[list[Words], list[int]]]) -> None:
+    def _read(self, path: Path, ngram: int, found: dict[int, tuple[list[Words], list[Words], list[int]]]) -> None:
         report = BenchmarkReport(str(path), 0)
         for row in Rows([path]):
             prompt = len(self._where)
             for text in _prompts(row):
                 report.num_prompts += 1
-                words = words_of(text)
-                if not len(words):
+                words = _words_in(text)
+                if not len(words.starts):
                     continue
-                length = min(len(words), ngram)
-                hashes = _passages_of(_sums(words), length)
-                lists = found.setdefault(length, ([], []))
+                length = min(len(words.starts), ngram)
+                hashes = _passages_of(_sums(words.hashes()), length)
+                lists = found.setdefault(length, ([], [], []))
                 lists[0].append(hashes)
-                lists[1].extend([prompt] * len(hashes))
+                lists[1].append(_passages_of(_sums(words.shapes()), length))
+                lists[2].extend([prompt] * len(hashes))
             self._where.append(str(row.where))
             self._benchmark_of.append(len(self.reports))
         self.reports.append(report)
@@ -139,30 +182,33 @@ class Benchmarks:
         self, conversations: Sequence[Sequence[str]], wheres: Sequence[object], block: range, found: list[str]
     ) -> None:
         pieces = [_BREAK.join(conversations[i]) for i in block]
-        words, starts, units = _words_in(_BREAK + _BREAK.join(pieces) + _BREAK)
-        sums = _sums(words)
-        is_break = words == _word(_BREAK)
+        text = _words_in(_BREAK + _BREAK.join(pieces) + _BREAK)
+        starts, shapes = text.starts, text.shapes()
+        sums = _sums(shapes)
+        is_break = shapes == _break_shape()
         ends: Places | None = None
         seen: set[tuple[int, int]] = set()
         for length, passages in self._passages.items():
-            if length + 2 > len(words):
+            if length + 2 > len(starts):
                 continue  # a break stands at both ends
-            hashes = _passages_of(sums, length)  # [W - length + 1]
-            likely = passages.may_be[(hashes >> passages.shift).astype(np.int64)]
+            shapes = _passages_of(sums, length)  # [W - length + 1]
+            likely = passages.may_be[(shapes >> passages.shift).astype(np.int64)]
             if length < self._shortest:
-                whole = np.zeros(len(hashes), dtype=np.bool_)
-                whole[1:-1] = is_break[: len(hashes) - 2] & is_break[length + 1 :]
+                whole = np.zeros(len(shapes), dtype=np.bool_)
+                whole[1:-1] = is_break[: len(shapes) - 2] & is_break[length + 1 :]
                 likely &= whole
             places = np.flatnonzero(likely)
-            at = np.minimum(np.searchsorted(passages.hashes, hashes[places]), len(passages.hashes) - 1)
-            sure = passages.hashes[at] == hashes[places]
+            places = places[_places_in(passages.shapes, shapes[places])[1]]
+            if not len(places):
+                continue
+            at, sure = _places_in(passages.hashes, text.passages(places, length))
             for place, prompt in zip(places[sure].tolist(), passages.prompts[at[sure]].tolist(), strict=True):
                 if ends is None:
                     sizes = [len(piece.encode("utf-16-le", "replace")) // 2 + len(_BREAK) for piece in pieces]
                     ends = np.cumsum(sizes) + len(_BREAK)  # [conversations], in units
                 i = block[int(np.searchsorted(ends, starts[place], side="right"))]
                 if not found[i] or (i, self._benchmark_of[prompt]) not in seen:
-                    said = units[starts[place] : starts[place + length]].tobytes().decode("utf-16-le", "replace")
+                    said = text.units[starts[place] : starts[place + length]].tobytes().decode("utf-16-le", "replace")
                     passage = " ".join(said.split())[:MAX_EXAMPLE_CHARS]
                     found[i] = found[i] or passage
                     self._count(i, prompt, str(wheres[i]), passage, seen)
@@ -184,11 +230,10 @@ class Benchmarks:
 
 def words_of(text: str) -> Words:
     """The words of a text as hashes `[W]`."""
-    return _words_in(text)[0]
+    return _words_in(text).hashes()
 
 
-def _words_in(text: str) -> tuple[Words, Places, npt.NDArray[np.uint16]]:
-    """Hashes of the words `[W]`, where each begins `[W]`, and the text as UTF-16 units `[C]`."""
+def _words_in(text: str) -> _Text:
     units = np.frombuffer(text.encode("utf-16-le", "replace"), dtype="<u2")
     letter_of, is_word = _letters()
     letters = np.zeros(len(units) + _LOAD, dtype="<u2")
@@ -199,29 +244,17 @@ def _words_in(text: str) -> tuple[Words, Places, npt.NDArray[np.uint16]]:
     ends = ~inside
     ends[0] = False
     ends[1:] &= inside[:-1]
-    if not text.isascii():
-        alone = np.zeros(len(inside), dtype=np.bool_)
-        alone[:-1] = is_word.take(units)
+    high = np.flatnonzero(units >= _UNSPACED[0][0])
+    alone = high[is_word[units[high]]]
+    if len(alone):
         # A word of its own begins at itself, ends before the next unit, and ends whatever stood before it.
-        after = np.zeros(len(inside), dtype=np.bool_)
-        after[1:] = alone[:-1]
-        edge = (alone | after) & inside
-        begins |= edge
-        edge[1:] &= inside[:-1]
-        edge[0] = False
-        ends |= edge
+        begins[alone] = True
+        begins[alone + 1] |= inside[alone + 1]
+        ends[alone + 1] = True
+        before = alone[alone > 0]
+        ends[before] |= inside[before - 1]
     starts = np.flatnonzero(begins)
-    lengths = np.flatnonzero(ends) - starts
-    # Four letters at a time, from wherever a word begins; what lies behind its end is masked.
-    fours: Words = np.ndarray((len(units) + 1,), dtype="<u8", buffer=letters.data, strides=(2,))
-    hashes = _mixed((fours[starts] & _MASKS[np.minimum(lengths, _LOAD)]) + lengths.astype(np.uint64) * _STEP)
-    for done in range(_LOAD, MAX_WORD_LETTERS, _LOAD):
-        longer = np.flatnonzero(lengths > done)
-        if not len(longer):
-            break
-        more = fours[starts[longer] + done] & _MASKS[np.minimum(lengths[longer] - done, _LOAD)]
-        hashes[longer] = _mixed(hashes[longer] * _STEP + more)
-    return hashes, starts, units
+    return _Text(units, letters, starts, np.flatnonzero(ends) - starts)
 
 
 def _mixed(hashes: Words) -> Words:
@@ -243,13 +276,20 @@ def _passages_of(sums: Words, length: int) -> Words:
     return _mixed((sums[length:] - sums[:-length]) * down[: len(sums) - length])
 
 
-def _index(hashes: list[Words], prompts: list[int]) -> _Passages:
+def _index(hashes: list[Words], shapes: list[Words], prompts: list[int]) -> _Passages:
     unique, first = np.unique(np.concatenate(hashes), return_index=True)
-    bits = min(24, max(16, (16 * len(unique)).bit_length()))
+    unique_shapes = np.unique(np.concatenate(shapes))
+    bits = min(24, max(16, (16 * len(unique_shapes)).bit_length()))
     shift = np.uint64(64 - bits)
     may_be = np.zeros(1 << bits, dtype=np.bool_)
-    may_be[(unique >> shift).astype(np.int64)] = True
-    return _Passages(unique, np.array(prompts, dtype=np.int32)[first], may_be, shift)
+    may_be[(unique_shapes >> shift).astype(np.int64)] = True
+    return _Passages(unique, np.array(prompts, dtype=np.int32)[first], unique_shapes, may_be, shift)
+
+
+def _places_in(ascending: Words, values: Words) -> tuple[Places, npt.NDArray[np.bool_]]:
+    """Where each value would stand, and whether it does."""
+    at = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
+    return at, ascending[at] == values
 
 
 _power_tables: list[tuple[Words, Words]] = []
@@ -271,9 +311,9 @@ def _power_table(base: int, size: int) -> Words:
 
 
 @cache
-def _word(text: str) -> Any:
-    (word,) = words_of(text)
-    return word
+def _break_shape() -> Any:
+    (shape,) = _words_in(_BREAK).shapes()
+    return shape
 
 
 @cache

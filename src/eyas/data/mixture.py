@@ -90,14 +90,19 @@ class Mixture:
         """Every row of every source into the shuffle or to the dropped ones; yields now and then."""
         first_file = 0
         for number, (source, rows) in enumerate(zip(self._config.sources, self._rows, strict=True)):
-            file_of = {file: first_file + i for i, file in enumerate(rows.files)}
+            file_of = {file: (first_file + i, source.name or _name(file)) for i, file in enumerate(rows.files)}
             first_file += len(rows.files)
             for batch in _batches(rows):
                 self._collect(number, source, batch, file_of, shuffle)
                 yield
 
     def _collect(
-        self, number: int, source: MergeSource, batch: list[RawRow], file_of: dict[Path, int], shuffle: Shuffle
+        self,
+        number: int,
+        source: MergeSource,
+        batch: list[RawRow],
+        file_of: dict[Path, tuple[int, str]],
+        shuffle: Shuffle,
     ) -> None:
         tally = self._tallies[number]
         tally.num_input += len(batch)
@@ -108,9 +113,8 @@ class Mixture:
         for row in batch:
             tally.num_bytes += len(row.data)
             try:
-                result = canonical(
-                    row, source.name or _name(row.path), source.tags, with_texts=self._benchmarks is not None
-                )
+                name = file_of[row.path][1]
+                result = canonical(row, name, source.tags, with_texts=self._benchmarks is not None)
             except Drop as drop:
                 self._drop(number, str(row.where), drop.reason, drop.detail)
                 continue
@@ -132,7 +136,7 @@ class Mixture:
                 self._drop_by_cap(number, str(row.where))
             else:
                 flags = result.form + _UNANSWERED * (not result.answered) + _NON_TEXT * result.non_text
-                shuffle.add(result.id, number, file_of[row.path], row.number, flags, result.line)
+                shuffle.add(result.id, number, file_of[row.path][0], row.number, flags, result.line)
                 self.num_collected += 1
 
     def admitter(self) -> Admit:

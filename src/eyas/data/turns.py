@@ -55,7 +55,8 @@ class _NamedTurn(msgspec.Struct, forbid_unknown_fields=True, gc=False, rename={"
 
 
 _UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
-_NO_THOUGHTS = (msgspec.UNSET,) * 3
+_UNSET = msgspec.UNSET
+_NO_THOUGHTS = (_UNSET,) * 3
 _TEXT_KEYS = {"name", "reasoning", "reasoning_content", "thinking", "tool_call_id"}
 _FIRST_KEYS = _TEXT_KEYS | {"tool_calls"}
 _turns_of = msgspec.json.Decoder(list[_Turn])
@@ -100,15 +101,21 @@ def _short_way(raw: bytes, with_texts: bool) -> Conversation | None:
     except msgspec.ValidationError:
         return None
     answered = False
-    said: list[_Turn] = []
-    differs = False
-    for turn in turns:
+    said = turns
+    for number, turn in enumerate(turns):
         role = ROLES.get(turn.role)
         if role is None:
             return None
         turn.role = role
+        if (
+            turn.content.__class__ is str
+            and turn.tool_calls is _NO_CALLS
+            and turn.reasoning_content is turn.reasoning is turn.thinking is turn.name is turn.tool_call_id is _UNSET
+        ):
+            answered |= role == "assistant" and turn.content != ""
+            continue
         known = turn
-        content, calls = turn.content, turn.tool_calls
+        calls = turn.tool_calls
         thoughts = (turn.reasoning, turn.reasoning_content, turn.thinking)
         if calls is not _NO_CALLS:
             found = compact(bytes(calls))
@@ -120,14 +127,16 @@ def _short_way(raw: bytes, with_texts: bool) -> Conversation | None:
                 known = msgspec.structs.replace(turn, tool_calls=msgspec.Raw(spelling))
         if "" in thoughts or turn.name == "" or turn.tool_call_id == "":
             return None  # the message has it, the id has not
-        speaks = bool(content) or calls is not _NO_CALLS or thoughts != _NO_THOUGHTS
-        if not isinstance(content, str):
+        speaks = bool(turn.content) or calls is not _NO_CALLS or thoughts != _NO_THOUGHTS
+        if not isinstance(turn.content, str):
             if not speaks and role != "assistant":
                 return None
             known = msgspec.structs.replace(known, content="")
-        answered |= bool(speaks) and role == "assistant"
-        differs |= known is not turn
-        said.append(known)
+        answered |= speaks and role == "assistant"
+        if known is not turn:
+            if said is turns:
+                said = list(turns)
+            said[number] = known
     if not turns:
         return None
     messages = encode(turns)
@@ -138,7 +147,7 @@ def _short_way(raw: bytes, with_texts: bool) -> Conversation | None:
             texts += [text for text in told if isinstance(text, str)]
             if turn.tool_calls is not _NO_CALLS:
                 texts += _called_with(bytes(turn.tool_calls))
-    return Conversation(messages, encode(said) if differs else messages, texts, answered)
+    return Conversation(messages, messages if said is turns else encode(said), texts, answered)
 
 
 def _called_with(calls: bytes) -> list[str]:
