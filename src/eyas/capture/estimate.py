@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from eyas.capture.asker import timeout_s
 from eyas.capture.plan import Selection, existing_parent, in_order, record_size, shard_tokens
 from eyas.capture.requests import Batch
 from eyas.capture.stream import Stream
@@ -116,28 +117,39 @@ def estimate(
 def probe_tokens_per_s(table: SampleTable, capture: CaptureConfig, engine: Engine, say: Callable[[str], None]) -> float:
     """Tokens per second of the engine over the first 32 samples of the plan, loading and warm-up left out.
 
-    Nothing is stored. Raises EngineUnavailable when the engine does not answer.
+    Nothing is stored. Raises EngineUnavailable when the engine does not answer, or not in time.
     """
     with tempfile.TemporaryDirectory(prefix="eyas-plan-") as scratch:
         ordered = in_order(table, Selection.of(capture), capture.seed, Path(scratch))
         samples = list(islice(ordered, PROBE_SAMPLES))
     limit = engine.info().max_tokens
     requests = [CaptureRequest(sample_id, ids) for sample_id, ids in samples if len(ids) <= limit]
-    _answered_tokens(engine, requests[:1], say)
+    patience_s = timeout_s(capture, max((len(request.token_ids) for request in requests), default=0))
+    _answered_tokens(engine, requests[:1], patience_s, say)
     start = time.monotonic()
-    tokens = _answered_tokens(engine, requests, say)
+    tokens = _answered_tokens(engine, requests, patience_s, say)
     return tokens / (time.monotonic() - start)
 
 
-def _answered_tokens(engine: Engine, requests: list[CaptureRequest], say: Callable[[str], None]) -> int:
+def _answered_tokens(
+    engine: Engine, requests: list[CaptureRequest], patience_s: float, say: Callable[[str], None]
+) -> int:
+    """Tokens of the samples that are answered; an engine that says nothing for `patience_s` is given up."""
     stream = Stream(engine, Batch(requests))
     tokens = num_answers = 0
+    heard_at = time.monotonic()
     while True:
         try:
-            outcome = stream.get(timeout=1.0)
+            outcome = stream.get(timeout=min(1.0, patience_s))
         except queue.Empty:
+            if time.monotonic() - heard_at > patience_s:
+                raise EngineUnavailable(
+                    f"the engine gave no answer within {human_time(patience_s)} (capture.timeout_s), after "
+                    f"{num_answers} of the probe's {len(requests)} samples"
+                ) from None
             say(f"plan: probe, {num_answers} of {len(requests)} samples")
             continue
+        heard_at = time.monotonic()
         if isinstance(outcome, EngineUnavailable):
             raise outcome
         if outcome is None:
