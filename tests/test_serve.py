@@ -324,6 +324,12 @@ def test_layers_outside_the_target_are_refused(world: World) -> None:
         world.plan("capture.aux_layers=[2, 9]")
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:0", "http://127.0.0.1", "https://127.0.0.1:1"])
+def test_an_address_without_a_port_to_listen_at_is_refused(world: World, url: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.url is .*: give it as http://HOST:PORT, a port of 1 or more"):
+        world.plan(f"engine.url={url}")
+
+
 def test_a_quota_below_the_largest_sample_is_refused(world: World) -> None:
     make_table(world.root / "samples.parquet", [10, 300, 20])
     plan = world.plan()

@@ -25,6 +25,7 @@ import torch
 import transformers
 
 import tiny_models
+from eyas.capture.estimate import probe_tokens_per_s
 from eyas.capture.run import Receipt, capture
 from eyas.config import CaptureConfig, EngineConfig, TargetConfig
 from eyas.data.table import SampleTable, TableMetadata, TableWriter
@@ -590,6 +591,7 @@ def test_what_a_killed_server_was_writing_goes_while_the_run_goes_on(
 CLIENT = """
 import io, sys
 from pathlib import Path
+from eyas.capture.estimate import probe_tokens_per_s
 from eyas.capture.run import capture
 from eyas.config import CaptureConfig, EngineConfig, TargetConfig
 from eyas.data.table import SampleTable
@@ -753,6 +755,21 @@ def test_a_request_that_hangs_is_asked_again_and_its_late_file_goes(
     require_sound(out)
 
 
+def test_a_probe_for_the_plan_gives_a_hanging_server_up(world: World, out: Path, table: SampleTable) -> None:
+    release = threading.Event()
+    world.serve(of_length(20, lambda asked: Act(before=lambda: release.wait(20))))
+    engine = world.engine()
+    settings = cfg(out, timeout_s=0.5, timeout_s_per_1k_tokens=0.0)
+    try:
+        with pytest.raises(
+            EngineUnavailable, match=r"within .*capture\.timeout_s.* after 11 of the probe's 12 samples"
+        ):
+            probe_tokens_per_s(table, settings, engine, lambda text: None)
+    finally:
+        release.set()
+    assert probe_tokens_per_s(table, settings, engine, lambda text: None) > 0
+
+
 @pytest.mark.parametrize("what", ["budget", "share"])
 def test_requests_that_hang_do_not_keep_the_others_from_being_asked(
     world: World, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -806,12 +823,35 @@ def id_of(table: SampleTable, num_tokens: int) -> str:
     return found
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
+@pytest.mark.parametrize("status", [302, 401, 403, 404, 405, 501])
 def test_a_status_about_the_server_stops_the_run(world: World, out: Path, table: SampleTable, status: int) -> None:
     server = world.serve(after_probe(lambda asked: Act(status=status, text="no key")))
     with pytest.raises(EngineError, match=f"{server.url}: the server answers {status}: no key") as caught:
         world.capture(table, cfg(out))
     assert type(caught.value) is EngineError and caught.value.exit_code == 1 and rejects(out) == {}
+
+
+def test_a_server_that_has_become_something_else_stops_the_run(
+    world: World, out: Path, table: SampleTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered: Counter[str] = Counter()
+    server = world.serve()
+    ask, probed = server.ask, after_probe(lambda asked: Act())
+
+    def page(body: dict[str, Any]) -> tuple[Act, dict[str, Any]]:
+        name = RequestName.parse(body["rid"])
+        assert name is not None
+        if answered or (not name.flags and probed(Asked(name, [], False, 1))):
+            answered["page"] += 1
+            return Act(text="<html>Please log in</html>"), {}
+        return ask(body)
+
+    monkeypatch.setattr(server, "ask", page)
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="does not answer as SGLang does: <html>Please log in</html>") as caught:
+        world.capture(table, cfg(out, max_attempts=5))
+    assert type(caught.value) is EngineError and caught.value.exit_code == 1
+    assert answered["page"] <= 4 * len(LENGTHS) and time.monotonic() - start < 10 and rejects(out) == {}
 
 
 def test_failing_samples_are_tried_again_and_then_rejected(world: World, out: Path, table: SampleTable) -> None:
@@ -1045,7 +1085,7 @@ def test_nothing_that_listens_is_unavailable(world: World) -> None:
     assert caught.value.exit_code == 3
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://[::1", "ftp://host"])
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://[::1", "ftp://host", "http://127.0.0.1:0"])
 def test_an_address_that_is_none_is_a_matter_of_configuration(target: Path, url: str) -> None:
     with pytest.raises(ConfigError, match=r"engine\.url"):
         SglangEngine(TargetConfig(path=target), EngineConfig(kind="sglang", url=url)).info()
@@ -1081,6 +1121,7 @@ def test_a_server_that_does_not_fit_is_said_before_anything(
         ((200, '{"meta_info": {"eyas": [{"error": "boom"}]}}'), "its capture plugin fails: boom"),
         ((200, '{"meta_info": {"eyas": 3}}'), "it runs without the capture plugin"),
         ((200, '{"meta_info": {"eyas": [{"hello": {}}]}}'), "a plugin of another eyas"),
+        ((501, "no"), "answers 501 to POST /generate: no; is it SGLang"),
         ((503, "loading"), "answers 503: loading"),
     ],
 )
@@ -1089,8 +1130,9 @@ def test_something_else_than_a_capturing_server_is_named(
 ) -> None:
     server = world.serve()
     monkeypatch.setattr(server, "ask", lambda body: (Act(status=act[0], text=act[1]), {}))
-    with pytest.raises(EngineError, match=text):
+    with pytest.raises(EngineError, match=text) as caught:
         world.engine().info()
+    assert isinstance(caught.value, EngineUnavailable) == (act[0] == 503)
 
 
 def test_a_staging_directory_that_is_not_here_is_named(

@@ -157,8 +157,8 @@ def address(url: str) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    if host is None or port is None or parts.scheme != "http" or parts.path not in ("", "/"):
-        raise ConfigError(f"engine.url is '{url}': give it as http://HOST:PORT")
+    if host is None or not port or parts.scheme != "http" or parts.path not in ("", "/"):
+        raise ConfigError(f"engine.url is '{url}': give it as http://HOST:PORT, a port of 1 or more")
     return host, port
 
 

@@ -24,6 +24,8 @@ def ask_hello(url: str) -> dict[str, Any]:
     # Several processes may ask at the same moment: the names of requests are never used twice.
     name = RequestName("0" * 16, secrets.randbelow(10**18), 1, staged.HELLO)
     try:
+        if httpx.URL(url).port == 0:
+            raise httpx.InvalidURL("port 0 is none")
         with httpx.Client(base_url=url, timeout=30.0, verify=needs_certificates(url), trust_env=False) as client:
             response = client.post("/generate", json=generate_body(name, [1]))
             limits = client.get("/server_info")
@@ -37,7 +39,7 @@ def ask_hello(url: str) -> dict[str, Any]:
             "set engine.url",
             engine=ENGINE,
         ) from None
-    if response.status_code >= 500:
+    if is_passing(response.status_code):
         raise EngineUnavailable(
             f"the server at {url} answers {response.status_code}: {brief(response.text)}", engine=ENGINE
         )
@@ -50,7 +52,9 @@ def ask_hello(url: str) -> dict[str, Any]:
     try:
         told = response.json()["meta_info"].get(INFO_KEY)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise EngineError(f"the server at {url} does not answer as SGLang does", engine=ENGINE) from None
+        raise EngineError(
+            f"the server at {url} does not answer as SGLang does: {brief(response.text)}", engine=ENGINE
+        ) from None
     said = [s for s in told if isinstance(s, dict)] if isinstance(told, list) else []
     hello = next((s["hello"] for s in said if "hello" in s), None)
     if hello is None:
@@ -73,6 +77,11 @@ def ask_hello(url: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         hello["max_tokens"] = np.iinfo(np.int32).max
     return dict(hello)
+
+
+def is_passing(status: int) -> bool:
+    """Whether an HTTP status may be another one later; 501, not implemented, never is."""
+    return status in (408, 429) or (status >= 500 and status != 501)
 
 
 def needs_certificates(url: str) -> bool:

@@ -27,7 +27,7 @@ from eyas.connections import Connections
 from eyas.engine import staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest, EngineInfo, Reference, RequestSource
 from eyas.engine.sglang.reference import LayerCheck
-from eyas.engine.sglang.server import ENGINE, brief, generate_body, needs_certificates
+from eyas.engine.sglang.server import ENGINE, ask_hello, brief, generate_body, is_passing, needs_certificates
 from eyas.engine.staged import INFO_KEY, RequestName, Staged, StagedError
 from eyas.errors import EngineError, EngineRefused, EngineUnavailable
 from eyas.records import LAST, StateBlock
@@ -398,6 +398,8 @@ class Session:
         if status == 200:
             meta, abort = _meta_of(text)
             if meta is None:
+                if request.attempt > 1:
+                    await self._aside(partial(ask_hello, self._url))  # raises when SGLang answers there no more
                 raise EngineUnavailable(
                     f"sample {request.sample_id}: the server's answer cannot be read: {brief(text)}",
                     engine=ENGINE,
@@ -407,11 +409,11 @@ class Session:
                 return meta
             status, text = abort
         why = f"sample {request.sample_id}: the server answers {status}: {brief(text)}"
-        if status in (401, 403, 404):
-            raise EngineError(f"{self._url}: the server answers {status}: {brief(text)}", engine=ENGINE)
-        if status in (408, 429) or status >= 500:
+        if status in (400, 413, 422):
+            raise EngineRefused(why, engine=ENGINE, sample_id=request.sample_id)
+        if is_passing(status):
             raise EngineUnavailable(why, engine=ENGINE, sample_id=request.sample_id)
-        raise EngineRefused(why, engine=ENGINE, sample_id=request.sample_id)
+        raise EngineError(f"{self._url}: the server answers {status}: {brief(text)}", engine=ENGINE)
 
     async def _fetch(self, name: RequestName, request: CaptureRequest, rank: int = 0) -> Staged:
         """Take a staged file: wait for it, read it, check it, remove it."""
