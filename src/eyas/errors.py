@@ -96,3 +96,19 @@ class Stopped(EyasError):
     """Stopped on request (Ctrl-C, SIGTERM) or unfinished: the same command goes on from here."""
 
     exit_code = EXIT_INCOMPLETE
+
+
+class TrainError(EyasError):
+    """Training cannot go on."""
+
+
+class NonFinite(TrainError):
+    """A loss or a gradient that is no number: stopped before the optimizer could spread it."""
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class ExportError(EyasError):
+    """A checkpoint cannot be written as it was asked for."""

@@ -1,7 +1,8 @@
 """The drafter's weights, named as engines name them, and the pieces of its forward pass that all users share.
 
 One decoder layer (or more) over `concat(RMS(embedding), RMS(feature))`; the residual stream is the feature. Source:
-EAGLE-3, arXiv 2503.01840. Letters: `n` rows, `H` hidden size, `A` auxiliary layers, `D` draft vocabulary, `d` head size.
+EAGLE-3, arXiv 2503.01840. Letters: `n` rows, `H` hidden size, `A` auxiliary layers, `D` draft vocabulary, `d` head
+size.
 """
 
 from __future__ import annotations

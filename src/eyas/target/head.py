@@ -1,11 +1,12 @@
 """The target's way from its last hidden state to token probabilities, without the rest of the target.
 
-Letters: `n` rows, `H` hidden size, `V` target vocabulary.
+Letters: `n` rows, `H` hidden size, `V` target vocabulary, `D` draft vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,40 @@ ROW_CHUNK = 2048
 _FLOATS = ("F32", "F16", "BF16")
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTensors:
+    """The target's head in the memory of one device: what a teacher needs, without gradients."""
+
+    norm: nn.Module
+    """The target's own final norm: `[n, H]` before it to `[n, H]` after it."""
+    weight: torch.Tensor
+    """`[V, H]`, or the rows that `restricted` was asked for."""
+    bias: torch.Tensor | None
+    """`[V]`; few targets have one."""
+    logit_map: LogitMap
+    """Overwrites what it is given: give it a head's fresh output, as `logits` does."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of `weight`."""
+        return len(self.weight)
+
+    def restricted(self, target_ids: torch.Tensor) -> HeadTensors:
+        """The same head over the tokens `target_ids` `[D]` alone, in that order; its rows are a copy."""
+        ids = target_ids.to(self.weight.device)
+        return replace(self, weight=self.weight[ids], bias=None if self.bias is None else self.bias[ids])
+
+    @torch.no_grad()
+    def logits(self, last: torch.Tensor, norm: Literal["pre", "post"]) -> torch.Tensor:
+        """Logits `[n, V]`, float32 or wider, of last hidden states `[n, H]` before or after the final norm.
+
+        The product is computed in the dtype of `weight`, scale and soft-cap in that of the answer.
+        """
+        states = self.norm(last) if norm == "pre" else last
+        x = nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias)
+        return self.logit_map(x if x.dtype == torch.float64 else x.float())
+
+
 class TargetHead:
     """Final norm, head, scale and soft-cap of a target; everything is computed in float32.
 
@@ -35,13 +70,23 @@ class TargetHead:
     """
 
     def __init__(
-        self, *, norm: nn.Module, rows: TensorEntry, rows_name: str, bias: torch.Tensor | None, logit_map: LogitMap
+        self,
+        *,
+        norm: nn.Module,
+        rows: TensorEntry,
+        rows_name: str,
+        embedding: TensorEntry,
+        embedding_name: str,
+        bias: torch.Tensor | None,
+        logit_map: LogitMap,
     ) -> None:
         self._norm = norm
         self._rows = rows
         self._rows_name = rows_name
+        self._embedding = embedding
+        self._embedding_name = embedding_name
         self._bias = bias
-        self._logit_map = logit_map
+        self.logit_map = logit_map
         self.vocab_size, self.hidden_size = rows.shape
 
     @classmethod
@@ -52,7 +97,10 @@ class TargetHead:
         structure = find(model)
         entries = tensor_entries(files)
         prefix = trunk_prefix(structure, entries, files)
-        rows_name = _rows_name(model, structure, entries, prefix, files)
+        embedding_name = _embedding_name(structure, prefix)
+        rows_name = _rows_name(model, structure, entries, embedding_name, files)
+        if embedding_name not in entries:
+            raise ConfigError(f"target {files.path}: no weight file has its embedding '{embedding_name}'")
         head_bias = f"{rows_name.rpartition('.')[0]}.bias"
         has_bias = getattr(structure.head, "bias", None) is not None
         if has_bias and head_bias not in entries:
@@ -61,9 +109,46 @@ class TargetHead:
             norm=_norm(structure, entries, prefix, files),
             rows=entries[rows_name],
             rows_name=rows_name,
+            embedding=entries[embedding_name],
+            embedding_name=embedding_name,
             bias=read_tensor(entries, head_bias) if has_bias else None,
             logit_map=logit_map(structure),
         )
+
+    def on(self, device: torch.device | str, dtype: torch.dtype) -> HeadTensors:
+        """The head in the memory of `device`, norm and rows in `dtype`; only these are read from the target's files."""
+        weight = _read_stored(self._rows, self._rows_name).to(device, dtype)
+        norm = copy.deepcopy(self._norm).to(device, dtype).requires_grad_(False)
+        bias = None if self._bias is None else self._bias.to(device, dtype)
+        return HeadTensors(norm=norm, weight=weight, bias=bias, logit_map=self.logit_map)
+
+    def rows(self, target_ids: torch.Tensor) -> torch.Tensor:
+        """Rows `[D, H]` of the head for the tokens `target_ids` `[D]`, in their stored dtype."""
+        return _read_stored(self._rows, self._rows_name)[target_ids]
+
+    def embedding(self) -> torch.Tensor:
+        """The target's embedding `[V, H]` as it is stored, before any multiplier of its forward.
+
+        ConfigError when it is quantised, or damaged.
+        """
+        if self._embedding.dtype not in _FLOATS:
+            raise ConfigError(
+                f"target weights {self._embedding.file}: '{self._embedding_name}' is {self._embedding.dtype}; "
+                "a quantised embedding is not read"
+            )
+        return _read_stored(self._embedding, self._embedding_name)
+
+    @torch.no_grad()
+    def norm_scale(self) -> torch.Tensor:
+        """`[H]` float32: what the final norm multiplies each channel by, a bias left out.
+
+        Measured, since a family may add 1 to its weights or have none: of `+-2**12` in turn mean and variance are
+        exact, eps is nothing beside them, and half the difference of both signs is the factor, bit for bit.
+        """
+        x = torch.full((1, self.hidden_size), 2.0**12)
+        x[:, 1::2] *= -1
+        scale: torch.Tensor = (self._norm(x) - self._norm(-x)) / 2 * x.sign()
+        return scale[0]
 
     def next_logprobs(
         self, last: npt.NDArray[np.float32], next_ids: npt.ArrayLike, norm: Literal["pre", "post"]
@@ -98,7 +183,7 @@ class TargetHead:
                 bias = None if self._bias is None else self._bias[start:stop]
                 for a in range(0, num_rows, ROW_CHUNK):
                     part = slice(a, min(a + ROW_CHUNK, num_rows))
-                    logits = self._logit_map(nn.functional.linear(states[part], weight, bias))  # [r, c]
+                    logits = self.logit_map(nn.functional.linear(states[part], weight, bias))  # [r, c]
                     log_sum[part] = torch.logaddexp(log_sum[part], logits.logsumexp(dim=1))
                     top, top_id = logits.max(dim=1)
                     better = top > best[part]
@@ -151,11 +236,14 @@ def _prefixes(entries: dict[str, TensorEntry], part: str) -> set[str]:
     return found
 
 
-def _rows_name(
-    model: nn.Module, structure: Structure, entries: dict[str, TensorEntry], prefix: str, files: TargetFiles
-) -> str:
+def _embedding_name(structure: Structure, prefix: str) -> str:
     at = len(structure.trunk_name) + 1 if structure.trunk_name else 0
-    embeddings = f"{prefix}{structure.embeddings_name[at:]}.weight"
+    return f"{prefix}{structure.embeddings_name[at:]}.weight"
+
+
+def _rows_name(
+    model: nn.Module, structure: Structure, entries: dict[str, TensorEntry], embeddings: str, files: TargetFiles
+) -> str:
     shape = (structure.vocab_size, structure.hidden_size)
     head = structure.head_name.rpartition(".")[2]
     heads = [n for n, e in entries.items() if f".{n}".endswith(f".{head}.weight") and e.shape == shape]
@@ -193,9 +281,14 @@ def _norm(structure: Structure, entries: dict[str, TensorEntry], prefix: str, fi
 
 
 def read_tensor(entries: dict[str, TensorEntry], name: str) -> torch.Tensor:
+    return _read_stored(entries[name], name).float()
+
+
+def _read_stored(entry: TensorEntry, name: str) -> torch.Tensor:
+    """The tensor as it lies in its file, in the dtype it has there."""
     try:
-        with safe_open(entries[name].file, framework="pt") as f:
+        with safe_open(entry.file, framework="pt") as f:
             tensor: torch.Tensor = f.get_tensor(name)
     except SafetensorError as error:
-        raise ConfigError(f"target weights {entries[name].file}: {error}") from None
-    return tensor.float()
+        raise ConfigError(f"target weights {entry.file}: {error}") from None
+    return tensor
