@@ -22,11 +22,12 @@ import pytest
 from eyas import config
 from eyas.config import Config
 from eyas.engine import staged
+from eyas.engine.sglang.client import SglangEngine
 from eyas.errors import ConfigError, EngineError
 from eyas.log import Progress
 from eyas.serve import flags
 from eyas.serve.causes import how_it_ended, likely_cause
-from eyas.serve.command import ServerPlan, bytes_per_token, plan_server, quota_problem
+from eyas.serve.command import ServerPlan, absolute, bytes_per_token, plan_server, quota_problem
 from eyas.serve.process import group_members
 from eyas.serve.run import Patience, prepare, running_server, serve
 from eyas.serve.status import server_status
@@ -296,6 +297,18 @@ def test_flags_that_contradict_capture_are_refused(name: str, value: Any) -> Non
     assert problem.startswith("engine.extra.")
 
 
+@pytest.mark.parametrize("name", ["api-key", "api_key", "--admin-api-key", "ssl-keyfile-password"])
+def test_a_secret_among_the_flags_is_refused_and_shown_nowhere(world: World, name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        world.plan(f"engine.extra.{name}=hush")
+    assert str(caught.value).startswith(f"engine.extra.{name}: capture sends no key") and "hush" not in str(
+        caught.value
+    )
+    with pytest.raises(ConfigError, match="capture sends no key"):
+        SglangEngine(world.tree().target, world.tree(f"engine.extra.{name}=hush").engine)
+    assert not world.server.exists()
+
+
 def test_flags_that_only_look_like_it_are_not() -> None:
     harmless = {
         "pp-size": 1,
@@ -381,6 +394,21 @@ def test_print_writes_plugin_and_settings_and_starts_nothing(world: World) -> No
     assert settings["staging"] == str(world.staging) and world.staging.stat().st_mode & 0o777 == 0o700
     assert (world.server / "plugin/eyas/engine/sglang/plugin.py").exists() and world.starts() == []
     assert config.load(world.server / "run.toml").serve.staging_bytes == 1_000_000
+
+
+def test_an_interpreter_is_relative_to_where_it_was_named(world: World) -> None:
+    text = world.run_file.read_text()
+    assert f'python = "{world.root}/python"' in text
+    world.run_file.write_text(text.replace(f"{world.root}/python", "./python"))
+    (world.root / "elsewhere").mkdir()
+    for overrides in [], ["serve.python=../python"]:
+        done = eyas("serve", world.run_file, "--print", *overrides, cwd=world.root / "elsewhere")
+        assert done.returncode == 0, done.stderr
+        words = shlex.split(done.stdout)
+        assert Path(words[words.index("-m") - 1]).samefile(world.root / "python")
+        saved = config.load(world.server / "run.toml").serve.python
+        assert saved is not None and Path(saved).is_absolute() and Path(saved).samefile(world.root / "python")
+    assert absolute("python3.12", world.root) == "python3.12" and absolute(None, world.root) is None
 
 
 def test_plugin_alone_for_a_container(world: World) -> None:

@@ -1114,6 +1114,7 @@ def test_a_server_that_does_not_fit_is_said_before_anything(
 @pytest.mark.parametrize(
     ("act", "text"),
     [
+        ((401, "who are you"), "answers 401: it wants a key, and capture sends none; start it without --api-key"),
         ((404, "<html>"), "answers 404 to POST /generate: <html>; is it SGLang"),
         ((200, "<html>"), "does not answer as SGLang does"),
         ((200, "[]"), "does not answer as SGLang does"),

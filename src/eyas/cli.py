@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -264,7 +264,7 @@ def serve(
 ) -> None:
     """Start an SGLang server that captures, and keep it running: `engine.url` says where, `engine.extra` its flags."""
     progress = _first_line("serve", run)
-    tree = config.load(run, overrides or ())
+    tree = _load(run, overrides or ())
     stop = _stop_by_event()
     from eyas.engine.sglang.deploy import write_plugin
     from eyas.serve.command import plan_server
@@ -309,7 +309,7 @@ def capture(
 ) -> None:
     """Capture the target's hidden states into a data set; started again, it goes on from wherever it was."""
     progress = _first_line("capture", run)
-    tree = config.load(run, overrides or ())
+    tree = _load(run, overrides or ())
     out = _need_directory(tree.capture.out, "capture.out")
     table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
     progress = log.Progress(interval_s=tree.capture.interval_s)
@@ -461,6 +461,16 @@ def merge(
         f"next: eyas verify {out}",
     ]
     _result(dataclasses.asdict(receipt), lines, as_json=as_json)
+
+
+def _load(run: Path, overrides: Sequence[str]) -> Config:
+    """The configuration, with `serve.python` as absolute as its paths are: it is saved beside what it makes."""
+    from eyas.serve.command import absolute
+
+    tree = config.load(run, overrides)
+    given_here = any(override.partition("=")[0].strip() == "serve.python" for override in overrides)
+    python = absolute(tree.serve.python, Path.cwd() if given_here else run.resolve().parent)
+    return tree.model_copy(update={"serve": tree.serve.model_copy(update={"python": python})})
 
 
 def _engine(tree: Config) -> tuple[Engine, Head | None]:

@@ -168,6 +168,13 @@ def interpreter(python: str | None) -> Path | None:
     return Path(found).absolute() if found else None
 
 
+def absolute(python: str | None, base: Path) -> str | None:
+    """`serve.python` as it can be saved: a path is relative to `base`, a name is looked for on PATH."""
+    if python is None or os.sep not in python:
+        return python
+    return str(base / Path(python).expanduser())  # its links left alone
+
+
 def environment(places: Places, inherited: Mapping[str, str]) -> dict[str, str]:
     """What the server needs on top of the environment that it inherits."""
     path = [str(places.plugin.absolute()), *filter(None, [inherited.get("PYTHONPATH")])]

@@ -20,7 +20,7 @@ from eyas.config import EngineConfig, TargetConfig
 from eyas.engine import staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, EngineInfo, RequestSource
 from eyas.engine.sglang.reference import LayerCheck, layer_check
-from eyas.engine.sglang.server import ENGINE, ask_hello
+from eyas.engine.sglang.server import ENGINE, ask_hello, secrets_in
 from eyas.engine.sglang.session import Session
 from eyas.errors import ConfigError, EngineError, EngineGone, EngineUnavailable
 from eyas.log import human_bytes, human_time
@@ -47,6 +47,9 @@ class SglangEngine:
         engine: EngineConfig,
         aux_layers: tuple[int, ...] | None = None,
     ) -> None:
+        problems = secrets_in(engine.extra)
+        if problems:
+            raise ConfigError("\n".join(problems))
         self._url = engine.url.rstrip("/")
         self._target, self._config, self._aux_layers = target, engine, aux_layers
         self._references_left = REFERENCE_SAMPLES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -13,6 +14,8 @@ from eyas.engine.staged import INFO_KEY, RequestName
 from eyas.errors import ConfigError, EngineError, EngineUnavailable
 
 ENGINE = "sglang"
+_SECRETS = ("api-key", "admin-api-key", "ssl-keyfile-password")
+"""Flags of a server that hold a secret."""
 
 
 def ask_hello(url: str) -> dict[str, Any]:
@@ -42,6 +45,12 @@ def ask_hello(url: str) -> dict[str, Any]:
     if is_passing(response.status_code):
         raise EngineUnavailable(
             f"the server at {url} answers {response.status_code}: {brief(response.text)}", engine=ENGINE
+        )
+    if response.status_code in (401, 403):
+        raise EngineError(
+            f"the server at {url} answers {response.status_code}: it wants a key, and capture sends none; start it "
+            "without --api-key",
+            engine=ENGINE,
         )
     if response.status_code != 200:
         raise EngineError(
@@ -77,6 +86,16 @@ def ask_hello(url: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         hello["max_tokens"] = np.iinfo(np.int32).max
     return dict(hello)
+
+
+def secrets_in(extra: Mapping[str, Any]) -> list[str]:
+    """One line for each entry of `engine.extra` that holds a secret; its value is told nowhere."""
+    return [
+        f"engine.extra.{name}: capture sends no key, and it would stand in saved run files, the server's log and the "
+        "process list; leave it out, and let the server listen where nobody else can reach it"
+        for name in extra
+        if name.lstrip("-").replace("_", "-") in _SECRETS
+    ]
 
 
 def is_passing(status: int) -> bool:
