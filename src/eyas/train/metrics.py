@@ -179,9 +179,15 @@ class Summary:
         return self.acceptance_length_pooled[k - 1]
 
     @property
+    def longest_chain(self) -> int:
+        """The longest chain that held-out rows tell of; 0 where none is supervised."""
+        return sum(one is not None for one in self.acceptance_length_pooled)
+
+    @property
     def score(self) -> float | None:
-        """By which checkpoints are compared: the pooled acceptance length of the longest chain that rows tell of."""
-        return next((one.value for one in reversed(self.acceptance_length_pooled) if one is not None), None)
+        """By which checkpoints are compared: the pooled acceptance length for `longest_chain`."""
+        one = self.acceptance_length_pooled[self.longest_chain - 1] if self.longest_chain else None
+        return one.value if one is not None else None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, free of NaN."""
