@@ -129,3 +129,95 @@ def test_an_encoder_decoder_and_an_unknown_kind_are_refused(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=words) as caught:
             TargetHead.load(path)
         assert "\n" not in str(caught.value)
+
+
+def wrapped(path: Path, wrapper: str) -> Path:
+    """A tiny text model inside of a multimodal wrapper, its weights named as that wrapper's checkpoints name them."""
+    save({"kimi_k25": "deepseek_v3", "llava": "llama"}[wrapper], path)
+    text = json.loads((path / "config.json").read_text())
+    towers = {
+        "kimi_k25": {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4}},
+        "llava": {"vision_config": {"model_type": "clip_vision_model", "hidden_size": 16, "num_attention_heads": 2}},
+    }
+    config = {"model_type": wrapper, "text_config": text, "tie_word_embeddings": False, **towers[wrapper]}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file({**renamed, "vision_tower.layers.0.x": torch.zeros(2)}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("wrapper", ["kimi_k25", "llava"])
+def test_a_multimodal_wrapper(wrapper: str, tmp_path: Path) -> None:
+    path = wrapped(tmp_path / "t", wrapper)
+    head, model = TargetHead.load(path), build({"kimi_k25": "deepseek_v3", "llava": "llama"}[wrapper])
+    assert_equals_model(head, model)
+    assert torch.equal(head.embedding(), model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("family", HEADED)
+def test_tensors_on_a_device_give_the_models_logits(family: str, tmp_path: Path) -> None:
+    head, model = TargetHead.load(save(family, tmp_path / "t")), build(family)
+    ids = torch.tensor([token_ids(11)])
+    seen: list[torch.Tensor] = []
+    hook = find(model).norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        expected = model(ids).logits[0]
+        last = find(model).trunk(ids).last_hidden_state[0]
+    hook.remove()
+    tensors = head.on("cpu", torch.float32)
+    assert (tensors.vocab_size, tuple(tensors.weight.shape)) == (301, (301, 32))
+    kept = last.clone()
+    torch.testing.assert_close(tensors.logits(last, "post"), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tensors.logits(seen[0][0], "pre"), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(last, kept)  # what is given is not overwritten
+    chosen = torch.tensor([300, 4, 7])
+    torch.testing.assert_close(
+        tensors.restricted(chosen).logits(last, "post"), expected[:, chosen], rtol=1e-5, atol=1e-5
+    )
+    for parameter in (tensors.weight, *tensors.norm.parameters()):
+        assert not parameter.requires_grad
+
+
+def test_tensors_in_another_dtype_leave_the_head_as_it_was(tmp_path: Path) -> None:
+    head = TargetHead.load(save("gemma3", tmp_path / "t"))
+    narrow = head.on("cpu", torch.bfloat16)
+    assert {t.dtype for t in (narrow.weight, *narrow.norm.parameters())} == {torch.bfloat16}
+    states = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    assert narrow.logits(states.bfloat16(), "pre").dtype == torch.float32
+    assert head.on("cpu", torch.float64).logits(states.double(), "pre").dtype == torch.float64
+    assert_equals_model(head, build("gemma3"))
+
+
+def test_logits_carry_no_gradient(tmp_path: Path) -> None:
+    head = TargetHead.load(save("gemma2", tmp_path / "t")).on("cpu", torch.float32)
+    assert not head.logits(torch.randn(2, 32, requires_grad=True), "post").requires_grad
+
+
+@pytest.mark.parametrize("family", HEADED)
+def test_the_norms_factor_is_measured_exactly(family: str, tmp_path: Path) -> None:
+    weight = find(build(family)).norm.weight.detach()
+    expected = weight + 1.0 if family.startswith("gemma") else weight
+    assert torch.equal(TargetHead.load(save(family, tmp_path / "t")).norm_scale(), expected)
+
+
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "gemma3", "cohere", "gpt2"])
+def test_embedding_and_rows_come_as_they_are_stored(family: str, shards: str, tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    model = build(family).bfloat16()
+    model.save_pretrained(path, max_shard_size=shards)
+    head = TargetHead.load(path)
+    embedding, rows = head.embedding(), head.rows(torch.tensor([5, 300]))
+    assert (embedding.dtype, rows.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(embedding, model.get_input_embeddings().weight)
+    assert torch.equal(rows, model.get_output_embeddings().weight[[5, 300]])
+
+
+def test_a_quantised_embedding_is_named(tmp_path: Path) -> None:
+    path = save("llama", tmp_path / "t")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.int8)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"'model\.embed_tokens\.weight' is I8"):
+        TargetHead.load(path).embedding()
