@@ -66,7 +66,7 @@ td, th { border-bottom: 1px solid var(--rule); padding: .25rem .7rem .25rem 0; t
 th { font-weight: 600; } .numbers td, .numbers th { text-align: right; white-space: nowrap; padding: .25rem .45rem; }
 .numbers th { white-space: normal; vertical-align: bottom; min-width: 3.2rem; }
 .numbers td:first-child, .numbers th:first-child { text-align: left; } tr.worst td { background: var(--bad); }
-tr.small td { color: var(--dim); } .facts { display: grid; gap: 0 2.5rem; align-items: start;
+tr.small td { color: var(--dim); } .facts { display: grid; gap: 1.2rem 2.5rem; align-items: start;
   grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); }
 .facts td { overflow-wrap: anywhere; } .facts td:first-child { color: var(--dim); white-space: nowrap; }
 pre { background: var(--card); border-radius: 6px; padding: .6rem .8rem; font: 13px/1.5 ui-monospace, monospace;
