@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.util
 import io
@@ -132,6 +133,27 @@ def test_ids_with_equal_halves_are_told_apart(whole: Path) -> None:
             data.index_of(other)
 
 
+def test_many_ids_are_looked_up_at_once(whole: Path) -> None:
+    data = DataSet(whole)
+    order = np.random.default_rng(0).permutation(len(data))
+    others = data.ids[order].copy()
+    others[:, -1] ^= 1  # equal first halves
+    assert data.indices_of(np.concatenate([data.ids[order], others])).tolist() == [*order, *[-1] * len(data)]
+    assert data.indices_of(np.array([[0] * 16, [255] * 16], np.uint8)).tolist() == [-1, -1]
+    assert data.indices_of(np.zeros((0, 16), np.uint8)).tolist() == []
+
+
+def test_ids_that_begin_alike_are_looked_up_one_by_one(whole: Path) -> None:
+    data = DataSet(whole)
+    ids = np.random.default_rng(0).integers(0, 256, (len(data), 16), np.uint8)
+    ids[:9, :8] = ids[0, :8]
+    data._manifest = dataclasses.replace(data._manifest, ids=ids)
+    assert data.indices_of(ids[::-1].copy()).tolist() == list(range(len(data)))[::-1]
+    other = ids[:1].copy()
+    other[0, 15] ^= 1
+    assert data.indices_of(other).tolist() == [-1]
+
+
 def test_indices_out_of_range(whole: Path) -> None:
     data = DataSet(whole)
     for index in (len(data), -len(data) - 1, 10**9):
@@ -148,6 +170,7 @@ def test_an_empty_data_set(tmp_path: Path) -> None:
         assert (len(data), data.num_tokens, list(data.permutation(seed=0))) == (0, 0, [])
         with pytest.raises(KeyError):
             data.index_of("0" * 32)
+        assert data.indices_of(np.zeros((2, 16), np.uint8)).tolist() == [-1, -1]
         with pytest.raises(IndexError):
             data[0]
 

@@ -28,6 +28,8 @@ from eyas.train.packs import Pack
 from eyas.train.samples import TrainingSamples
 
 _ROUND_TOKENS = 1024
+_PACKS_AHEAD = 64
+"""Of tiny packs no more are read ahead, however many would fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,7 @@ class Loader:
         self._packs: Iterator[Pack] = itertools.chain.from_iterable(ahead)
         self._next = next(self._packs, None)
         self._begun: deque[_Reading] = deque()
+        self._begun_bytes = 0
         self._jobs: queue.SimpleQueue[tuple[_Reading, int, int, int] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._stream: torch.cuda.Stream | None = None
@@ -206,6 +209,7 @@ class Loader:
         reading = self._begun[0]
         batch = reading.wait()
         self._begun.popleft()
+        self._begun_bytes -= reading.num_bytes
         self.read_bytes += reading.num_bytes
         if self._stream is not None:
             # The copies have ended; but the memory belongs to their stream, which must not take it back while the
@@ -218,7 +222,8 @@ class Loader:
         """Begin the packs that come next as far as they fit, and one in any case."""
         while self._next is not None:
             num_bytes = sum(self._data.sample_bytes(index) for index in self._next)
-            if self._begun and sum(r.num_bytes for r in self._begun) + num_bytes > self._prefetch_bytes:
+            full = self._begun_bytes + num_bytes > self._prefetch_bytes or len(self._begun) == _PACKS_AHEAD
+            if self._begun and full:
                 break
             self._begin(self._next, num_bytes)
             self._next = next(self._packs, None)
@@ -236,6 +241,7 @@ class Loader:
                 num_bytes,
             )
         self._begun.append(reading)
+        self._begun_bytes += num_bytes
         bounds = reading.batch.cu_seqlens.tolist()
         for index, (start, end) in zip(pack, itertools.pairwise(bounds), strict=True):
             self._jobs.put((reading, index, start, end))

@@ -69,6 +69,8 @@ class TrainingSamples:
         Of the training samples at most `max_train_samples` are used; a larger limit uses the same ones and more.
         Raises DataError where no row of the table was captured, or where one is not what was captured.
         """
+        if not len(data):
+            raise DataError(f"{data.layout.root}: holds no captured sample yet; run 'eyas capture' first")
         self.ids = data.ids
         """`[N, 16]` of all samples of the data set."""
         self.token_counts = data.token_counts
@@ -84,6 +86,8 @@ class TrainingSamples:
         self._row[used] = np.arange(len(used))
         self._offset = np.concatenate([[0], np.cumsum(self.token_counts[used], dtype=np.int64)])
         self._token_ids = np.empty(int(self._offset[-1]), np.int32)
+        self._edge_bounds = np.zeros((len(used), 2), np.int64)
+        """`[rows, 2]`: where a sample's spans begin and end in the flat array of all edges."""
         self._source = np.zeros(len(used), np.int32)
         self._tags = np.zeros(len(used), np.int32)
         self._language = np.zeros(len(used), np.int32)
@@ -105,9 +109,10 @@ class TrainingSamples:
         """`[T]`: true where the token is supervised."""
         row = self._row_of(index)
         mask = np.zeros(self.num_tokens(index), np.bool_)
-        edges = self._edges[self._edge_offset[row] : self._edge_offset[row + 1]].tolist()
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            mask[start:end] = True
+        start, end = self._edge_bounds[row]
+        edges = self._edges[start:end].tolist()
+        for first, behind in zip(edges[::2], edges[1::2], strict=True):
+            mask[first:behind] = True
         return mask
 
     def source(self, index: int) -> str:
@@ -191,26 +196,28 @@ class TrainingSamples:
         languages: dict[str, int] = {}
         tags: dict[tuple[str, ...], int] = {}
         edges: list[npt.NDArray[np.int32]] = []
-        at: list[int] = []
+        num_edges = 0
         for batch in table.batches(["sample_id", "token_ids", "loss_spans", "source", "tags", "language"]):
             index = data.indices_of(_ids(batch))
             row = np.where(index >= 0, self._row[index], -1)
             used = np.flatnonzero(row >= 0)
-            tokens, spans = batch.column("token_ids"), batch.column("loss_spans")
-            starts, values = tokens.offsets.to_numpy(), tokens.values.to_numpy()
-            edge_starts, edge_values = spans.offsets.to_numpy(), spans.values.to_numpy()
-            for i, r in zip(used.tolist(), row[used].tolist(), strict=True):
-                # A row of another length than its place cannot be written: this raises.
-                self._token_ids[self._offset[r] : self._offset[r + 1]] = values[starts[i] : starts[i + 1]]
-                edges.append(edge_values[edge_starts[i] : edge_starts[i + 1]].copy())
-                at.append(r)
-            self._source[row[used]] = _coded(batch.column("source"), sources)[used]
-            self._language[row[used]] = _coded(batch.column("language"), languages)[used]
+            places = row[used]
+            starts, values = _ragged(batch.column("token_ids"))
+            if not np.array_equal(np.diff(starts)[used], self.token_counts[index[used]]):
+                raise DataError(f"{table.path}: damaged: rows with other tokens than they count; prepare it again")
+            for i, place in zip(used.tolist(), places.tolist(), strict=True):
+                self._token_ids[self._offset[place] : self._offset[place + 1]] = values[starts[i] : starts[i + 1]]
+            starts, values = _ragged(batch.column("loss_spans"))
+            lengths = np.diff(starts)
+            edges.append(values[starts[0] : starts[-1]][np.repeat(row >= 0, lengths)])
+            ends = num_edges + np.cumsum(lengths[used], dtype=np.int64)
+            self._edge_bounds[places] = np.stack([ends - lengths[used], ends], axis=1)
+            num_edges += len(edges[-1])
+            self._source[places] = _coded(batch.column("source"), sources)[used]
+            self._language[places] = _coded(batch.column("language"), languages)[used]
             tags_here = batch.column("tags").to_pylist()
-            self._tags[row[used]] = [_code(tags, tuple(tags_here[i])) for i in used.tolist()]
-        order = np.argsort(at)
-        self._edges = np.concatenate([edges[i] for i in order.tolist()])
-        self._edge_offset = np.concatenate([[0], np.cumsum([len(edges[i]) for i in order.tolist()], dtype=np.int64)])
+            self._tags[places] = [_code(tags, tuple(tags_here[i])) for i in used.tolist()]
+        self._edges = np.concatenate(edges)
         self._source_names = list(sources)
         self._tag_names = list(tags)
         self._language_names = list(languages)
@@ -220,6 +227,11 @@ def _ids(batch: Any) -> npt.NDArray[np.uint8]:
     """`[n, 16]` sample ids of a record batch."""
     ids = b"".join(batch.column("sample_id").to_pylist())
     return np.frombuffer(ids, np.uint8).reshape(-1, 16)
+
+
+def _ragged(column: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """The offsets of a column of lists, and the values of all of them."""
+    return column.offsets.to_numpy(), column.values.to_numpy()
 
 
 def _codes(column: Any) -> tuple[npt.NDArray[np.int32], list[str]]:
