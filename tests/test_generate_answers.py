@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from eyas.config import GenerateConfig
 from eyas.errors import ConfigError, DataError, DataSetLocked
-from eyas.generate.answers import AnswerFiles, rejects_path
+from eyas.generate.answers import AnswerFiles, paths_of, rejects_path
+from eyas.generate.rows import Known, RowTable
+from eyas.generate.status import status
 
 SETTINGS: dict[str, Any] = {"sampling": {"temperature": 0.0}, "target": {"digest": "d"}}
 
@@ -120,7 +123,7 @@ def test_row_that_occurs_twice_is_named(tmp_path: Path) -> None:
 def test_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with AnswerFiles(out, SETTINGS) as first:
-        with pytest.raises(DataSetLocked, match="another 'eyas generate' is writing"):
+        with pytest.raises(DataSetLocked, match=rf"another 'eyas generate' \(pid {os.getpid()}\) is writing"):
             AnswerFiles(out, SETTINGS).__enter__()
         first.append_answer(row("a"))
     with AnswerFiles(out, SETTINGS) as later:
@@ -146,3 +149,65 @@ def test_interrupted_write_is_overwritten(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr("eyas.generate.answers.os.pwrite", real)
         files.append_answer(row("b"))
     assert [json.loads(line)["row_id"] for line in out.read_text().splitlines()] == ["b"]
+
+
+@pytest.mark.parametrize("blank", [b"\n", b"\n\n", b" \n"])
+def test_blank_lines_of_an_editor_are_no_rows(tmp_path: Path, blank: bytes) -> None:
+    out = tmp_path / "out.jsonl"
+    write(out, ["a"])
+    whole = out.read_bytes()
+    out.write_bytes(whole + blank)
+    write(out, ["a", "b"])
+    assert [line[:13] for line in out.read_bytes().splitlines() if line.strip()] == [b'{"row_id":"a"', b'{"row_id":"b"']
+    assert out.read_bytes().count(b"\n\n") == 0
+    with AnswerFiles(out, SETTINGS) as files:
+        assert files.tally.num_answered == status(out).answered == 2
+
+
+def planned(*names: str) -> RowTable:
+    rows = RowTable()
+    for name in names:
+        rows.add(name, Known.PLANNED)
+    return rows
+
+
+def test_retried_rejects_are_pending_until_their_next_outcome(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    write(out, ["a"], ["x", "y", "gone"])
+    with AnswerFiles(out, SETTINGS, planned("a", "x", "y", "z")) as files:
+        assert files.tally.is_done("x") and dict(files.tally.rejected) == {"empty_answer": 2}
+        files.append_reject(reject("z") | {"reason": "duplicate"})
+    with AnswerFiles(out, SETTINGS, planned("a", "x", "y", "z"), retry_rejects=True) as files:
+        assert [files.tally.is_done(name) for name in ("a", "x", "y", "z", "gone")] == [True, False, False, True, True]
+        assert files.tally.retried == 2 and dict(files.tally.rejected) == {"duplicate": 1}
+        files.append_answer(row("x"))
+    # Stopped here: without the flag, too, what is to be tried again still is; with it, nothing is marked twice.
+    before = rejects_path(out).read_bytes()
+    for retry in (False, True):
+        with AnswerFiles(out, SETTINGS, planned("a", "x", "y", "z"), retry_rejects=retry) as files:
+            tally = files.tally
+            assert (tally.is_done("x"), tally.is_done("y")) == (True, False)
+            assert (tally.answered, tally.retried, tally.retried_answered) == (2, 2, 1)
+    assert rejects_path(out).read_bytes() == before and before.count(b'"retried":true}\n') == 2
+    with AnswerFiles(out, SETTINGS, planned("a", "x", "y", "z")) as files:
+        files.append_reject(reject("y"))
+    with AnswerFiles(out, SETTINGS, planned("a", "x", "y", "z"), retry_rejects=True) as files:
+        assert (files.tally.retried, files.tally.is_done("y")) == (3, False)
+    assert status(out).rejected == 2, "z, and the one that is planned no more"
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_rejects_of_other_settings_are_not_marked(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    write(out, [], ["x"])
+    before = rejects_path(out).read_bytes()
+    with pytest.raises(ConfigError, match="made with other settings"):
+        AnswerFiles(out, SETTINGS | {"target": {"digest": "e"}}, planned("x"), retry_rejects=True).__enter__()
+    assert rejects_path(out).read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl.lock", "out.jsonl.rejects.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl.gz", "out.zst", "out.parquet"])
+def test_an_output_that_is_not_plain_jsonl_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"generate\.out: .* plain JSONL"):
+        paths_of(GenerateConfig(prompts=tmp_path / "prompts.jsonl", out=tmp_path / name))

@@ -20,7 +20,8 @@ from eyas.config import EngineConfig, GenerateConfig, TargetConfig
 from eyas.errors import ConfigError, DataError, DataSetLocked
 from eyas.generate.answerer import Answerer
 from eyas.generate.answers import rejects_path
-from eyas.generate.inprocess import GenerateReceipt, generate, next_batch
+from eyas.generate.inprocess import generate, next_batch
+from eyas.generate.receipt import GenerateReceipt
 from eyas.log import Progress
 
 torch.set_num_threads(1)  # threads cost a model this small a hundredfold where other jobs hold the cores

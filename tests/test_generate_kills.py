@@ -110,6 +110,19 @@ def test_stop_signal_ends_with_exit_code_3_and_status_says_so(tmp_path: Path) ->
     assert subprocess.run(command("watch", out), capture_output=True, text=True, check=False).stdout == after.stdout
 
 
+def test_a_stop_signal_in_the_first_moments_ends_with_exit_code_3(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "http://127.0.0.1:9/v1", 1)
+    # From the moment at which the command line is there, before any command is: what it imports takes long here.
+    program = (
+        "import os, signal, time\n"
+        "from eyas import cli\n"
+        "cli.app = lambda **k: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(5))\n"
+        "cli.main()\n"
+    )
+    process = subprocess.run([sys.executable, "-c", program, "generate", str(run)], capture_output=True, text=True)
+    assert (process.returncode, "stopped on request" in process.stderr) == (3, True)
+
+
 def test_no_output_of_a_run_holds_the_key_not_even_a_traceback(tmp_path: Path) -> None:
     def script(asked: Asked) -> Act | None:
         if asked.nth == 1 and asked.last.endswith("7"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.utils
 import io
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -47,12 +48,13 @@ class Setting:
     def ask(self, num: int) -> None:
         self.write([asking(f"question {i}", id=f"p{i}") for i in range(num)])
 
-    def run(self, *urls: str, **config: Any) -> RemoteReceipt:
+    def run(self, *urls: str, retry_rejects: bool = False, **config: Any) -> RemoteReceipt:
         options = {"max_new_tokens": 64, "model": "target", "concurrency": 8, **config}
         return generate(
             GenerateConfig(prompts=self.prompts, out=self.out, endpoints=urls, **options),
             Progress(interval_s=0.2, stream=self.stream),
             self.stop,
+            retry_rejects=retry_rejects,
         )
 
     def rows(self) -> dict[str, dict[str, Any]]:
@@ -733,6 +735,36 @@ def test_a_stop_does_not_wait_for_a_server_that_hangs(setting: Setting, serve: S
     assert time.monotonic() - start < 8
 
 
+def test_a_stop_does_not_wait_for_a_server_that_is_asked_for_its_model(setting: Setting) -> None:
+    setting.ask(1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        timer = threading.Timer(0.3, setting.stop.set)
+        timer.start()
+        start = time.monotonic()
+        with pytest.raises(Stopped, match="nothing was asked"):
+            setting.run(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", model="")
+        assert time.monotonic() - start < 5
+
+
+def test_rejects_are_tried_again_when_asked_for_and_both_outcomes_are_counted(setting: Setting, serve: Serve) -> None:
+    setting.ask(6)
+    setting.write([*_lines(setting.prompts), asking("question 0")])
+    empty = serve(lambda asked: says("") if asked.last[-1] in "123" else None)
+    first = setting.run(empty.url)
+    assert (first.answered, dict(first.rejected), first.retried) == (3, {"duplicate": 1, "empty_answer": 3}, 0)
+    server = serve(lambda asked: says("") if asked.last[-1] in "1" else None)
+    assert setting.run(server.url).new_requests == 0
+    again = setting.run(server.url, retry_rejects=True)
+    assert (again.planned, again.answered, dict(again.rejected)) == (7, 5, {"duplicate": 1, "empty_answer": 1})
+    assert (again.new_requests, again.retried, again.retried_answered) == (3, 3, 2)
+    assert "rejects tried again: 3, 2 of them answered now" in again.lines()
+    assert (again.as_dict()["retried"], again.as_dict()["retried_answered"]) == (3, 2)
+    assert again.usage.requests == 9, "what the first tries took still counts"
+    found = status(setting.out)
+    assert (found.planned, found.answered, found.rejected, found.pending) == (7, 5, 2, 0)
+    assert setting.run(server.url).new_requests == 0
+
+
 def test_rejects_of_the_prompts_file_are_counted_with_the_others(setting: Setting, serve: Serve) -> None:
     setting.write(
         [asking("a"), asking("a"), asking("b", id="b"), {"messages": [{"role": "system", "content": "s"}]}, asking("a")]
@@ -772,6 +804,7 @@ def test_progress_events_heartbeat_and_status_say_the_same(setting: Setting, ser
 def test_other_files_are_not_taken_for_answers(setting: Setting, serve: Serve) -> None:
     setting.ask(1)
     assert not any(map(is_answers, (setting.prompts, setting.directory, Path(), setting.directory / "absent")))
+    assert is_answers(setting.out) and "nothing is answered yet" in status(setting.out).lines()[0]
     setting.run(serve().url)
     assert is_answers(setting.out)
     heartbeat_path(setting.out).unlink()

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from eyas.capture.check import Head
     from eyas.config import Config
     from eyas.engine.base import Engine
-    from eyas.generate.inprocess import GenerateReceipt
-    from eyas.generate.receipt import RemoteReceipt
+    from eyas.generate.receipt import Receipt
 
 app = typer.Typer(
     help="Trains EAGLE-3 drafters from a verified data set of the target's hidden states.",
@@ -60,6 +59,8 @@ def main() -> NoReturn:
     _open_closed_streams()
     log.setup()
     try:
+        # From here on, not only from when a command is ready for it: what it imports takes seconds.
+        _stop_by_exception()
         code = app(standalone_mode=False)
         if code == TYPER_INTERRUPTED:
             raise KeyboardInterrupt
@@ -133,20 +134,25 @@ def data_merge(run: RunFile, overrides: Overrides = None, as_json: AsJson = Fals
 
 
 @app.command()
-def generate(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def generate(
+    run: RunFile,
+    overrides: Overrides = None,
+    retry_rejects: Annotated[bool, typer.Option("--retry-rejects", help="Try rejected prompts once more.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Let the target answer prompts, from servers or in this process; the token ids that it writes are kept."""
     progress = _first_line("generate", run)
     tree = config.load(run, overrides or ())
-    receipt: RemoteReceipt | GenerateReceipt
+    receipt: Receipt
     if tree.generate.endpoints:
         from eyas.generate import remote
 
-        receipt = remote.generate(tree.generate, progress, _stop_by_event())
+        receipt = remote.generate(tree.generate, progress, _stop_by_event(), retry_rejects=retry_rejects)
     else:
         _stop_by_exception()
         from eyas.generate import inprocess
 
-        receipt = inprocess.generate(tree.generate, tree.target, tree.engine, progress)
+        receipt = inprocess.generate(tree.generate, tree.target, tree.engine, progress, retry_rejects=retry_rejects)
     progress.close()
     _result(receipt.as_dict(), [*receipt.lines(), f"next: eyas prepare {run}"], as_json=as_json)
 

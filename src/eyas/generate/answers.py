@@ -1,8 +1,9 @@
 """Answers out: one JSON line per conversation, appended, and resumed by content after any kill.
 
 Two files: `OUT` with a row per answered conversation and `OUT.rejects.jsonl` with a row per rejected prompt. A row that
-stands in either of them is done. `OUT.lock` keeps a second writer away; it stays where it is, since removing it would
-race with whoever waits for it.
+stands in either of them is done, unless its reject is marked as `retried`: then it is pending, or its latest outcome
+stands in a later line. `OUT.lock` holds the process id of who writes, and keeps a second writer away; it stays where it
+is, since removing it would race with whoever waits for it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ import msgspec
 
 from eyas.config import GenerateConfig
 from eyas.errors import ConfigError, DataError, DataSetLocked, OutOfSpace, StoreError
-from eyas.generate.prompts import PromptReject
+from eyas.generate.prompts import OF_THE_PROMPT, PromptReject
 from eyas.generate.rows import Known, RowTable
 
 FIRST_KEY = "row_id"
 LINE_START = b'{"row_id":"'
 """How each of our lines begins: what else ends in a torn line is somebody else's file and is left alone."""
-
+RETRIED_END = b',"retried":true}\n'
+"""How a reject ends that is tried again."""
+NOT_JSONL = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow", ".json")
 
 AnsweredBy = tuple[str, ...]
 """Who answered, as told: provider, model, quantisation, fingerprint; empty where not told."""
@@ -78,6 +81,7 @@ class RejectLine(msgspec.Struct):
     target: msgspec.Raw
     reason: str
     usage: Usage | None = None
+    retried: bool = False
 
 
 @dataclass(slots=True)
@@ -92,6 +96,10 @@ class Tally:
     """Of the planned rows."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Of the planned rows, by reason."""
+    retried: int = 0
+    """Rejects that were, or are to be, tried again; one that is rejected each time counts each time."""
+    retried_answered: int = 0
+    """Rows among them that have an answer now."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     """Of every assistant turn."""
     ended: Counter[str] = field(default_factory=Counter)
@@ -120,6 +128,7 @@ class Tally:
         """False when the row was there before."""
         before = self.rows.add(line.row_id, Known.ANSWERED)
         self.num_answered += 1
+        self.retried_answered += bool(before & Known.RETRIED)
         if before & Known.PLANNED:
             self.answered += 1
         self.finish_reasons.update(line.finish_reason)
@@ -135,12 +144,15 @@ class Tally:
 
     def count_reject(self, line: RejectLine) -> bool:
         """False when the row was there before."""
-        before = self.rows.add(line.row_id, Known.REJECTED)
+        before = self.rows.add(line.row_id, Known.RETRIED if line.retried else Known.REJECTED)
+        if line.usage is not None:
+            self.usage.add(line.usage)
+        if line.retried:
+            self.retried += 1
+            return True
         self.num_rejected += 1
         if before & Known.PLANNED:
             self.rejected[line.reason] += 1
-        if line.usage is not None:
-            self.usage.add(line.usage)
         return not before & Known.DONE
 
 
@@ -158,6 +170,10 @@ def paths_of(config: GenerateConfig) -> tuple[Path, Path]:
         raise ConfigError(f"generate.out and generate.prompts are the same file, {config.out}; choose another out")
     if config.out.is_dir():
         raise ConfigError(f"generate.out {config.out} is a directory; give the name of a JSONL file")
+    if config.out.suffix in NOT_JSONL:
+        raise ConfigError(
+            f"generate.out: {config.out} is to be plain JSONL, which grows line by line; end it with .jsonl"
+        )
     return config.prompts, config.out
 
 
@@ -192,11 +208,15 @@ class AnswerFiles:
     """Both files, open for appending under the lock; their rows so far are in `tally`.
 
     `settings` are the values that every row carries (sampling, target); a row with other ones belongs to another run
-    and is refused with ConfigError. `rows` are those planned. DataSetLocked when another process writes.
+    and is refused with ConfigError. `rows` are those planned. With `retry_rejects`, planned rows that are rejected are
+    pending again, from now on and for later runs. DataSetLocked when another process writes.
     """
 
-    def __init__(self, out: Path, settings: Mapping[str, Any], rows: RowTable | None = None) -> None:
+    def __init__(
+        self, out: Path, settings: Mapping[str, Any], rows: RowTable | None = None, *, retry_rejects: bool = False
+    ) -> None:
         self._out = out
+        self._retry_rejects = retry_rejects
         self._settings = settings
         self._settings_json = {name: msgspec.json.encode(value) for name, value in settings.items()}
         self._lock = -1
@@ -212,11 +232,16 @@ class AnswerFiles:
             _raise(error, self._out, "being opened")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
             self._read()
         except BlockingIOError:
+            pid = os.pread(self._lock, 20, 0).decode("ascii", "replace").strip()
+            who = f" (pid {pid})" if pid.isdigit() else ""
             self._close()
             raise DataSetLocked(
-                f"{self._out}: another 'eyas generate' is writing to it; wait for it or choose another generate.out",
+                f"{self._out}: another 'eyas generate'{who} is writing to it; wait for it or choose another "
+                "generate.out",
                 path=self._out,
             ) from None
         except BaseException:
@@ -253,17 +278,41 @@ class AnswerFiles:
                 lines.sync()
 
     def _read(self) -> None:
-        self._read_lines(self._out, AnswerLine, self.tally.count_answer)
-        self._read_lines(rejects_path(self._out), RejectLine, self.tally.count_reject)
-        self._answers, self._rejects = _Lines(self._out), _Lines(rejects_path(self._out))
+        rejects = rejects_path(self._out)
+        if self._retry_rejects and rejects.exists():
+            self._retry(rejects)
+        # Rejects come first: whether an answer is that of a row that was tried again, they tell.
+        for _, number, line in self._lines_in(rejects, RejectLine):
+            self._count(rejects, number, line.row_id, self.tally.count_reject(line))
+        for _, number, answer in self._lines_in(self._out, AnswerLine):
+            self._count(self._out, number, answer.row_id, self.tally.count_answer(answer))
+        self._answers, self._rejects = _Lines(self._out), _Lines(rejects)
 
-    def _read_lines(self, path: Path, kind: type[_Line], count: Callable[[_Line], bool]) -> None:
+    def _retry(self, rejects: Path) -> None:
+        """Mark the rejects of planned rows as tried again, all at once: the file is replaced by one with the marks."""
+        temporary = rejects.with_name(f".{rejects.name}.tmp")
+        try:
+            with os.fdopen(
+                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb"
+            ) as file:
+                for text, _, line in self._lines_in(rejects, RejectLine):
+                    again = self.tally.rows.get(line.row_id) & Known.PLANNED and line.reason not in OF_THE_PROMPT
+                    file.write(text.removesuffix(b"}\n") + RETRIED_END if again and not line.retried else text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(rejects)
+        except OSError as error:
+            _raise(error, rejects, "being written")
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _lines_in(self, path: Path, kind: type[_Line]) -> Iterator[tuple[bytes, int, _Line]]:
+        """The lines of a file of ours, each with its number and what it says, which is of these settings."""
         decoder = msgspec.json.Decoder(kind)
         for number, text in _lines_of(path):
             try:
                 line = decoder.decode(text)
                 self._check_settings(path, number, line)
-                new = count(line)
             except (msgspec.ValidationError, TypeError, AttributeError):
                 raise ConfigError(
                     f"{path}:{number}: not a row of 'eyas generate'; choose another generate.out"
@@ -272,8 +321,11 @@ class AnswerFiles:
                 raise DataError(
                     f"{path}:{number}: damaged: {error}; remove the line, it will be answered anew"
                 ) from None
-            if not new:
-                raise DataError(f"{path}:{number}: row_id {line.row_id} occurs twice; remove one of the lines")
+            yield text, number, line
+
+    def _count(self, path: Path, number: int, row_id: str, new: bool) -> None:
+        if not new:
+            raise DataError(f"{path}:{number}: row_id {row_id} occurs twice; remove one of the lines")
 
     def _check_settings(self, path: Path, number: int, line: AnswerLine | RejectLine) -> None:
         differences = []
@@ -347,10 +399,12 @@ def encode_json(value: Any) -> bytes:
 
 
 def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The complete lines of a file of ours, from 1; a torn last line is not one of them."""
+    """The complete lines of a file of ours, from 1; a torn last line is not one of them, nor is a blank one."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                if number > 1 and line.isspace():
+                    continue
                 if not line.startswith(LINE_START[: len(line)]):
                     raise ConfigError(f"{path}:{number}: not a row of 'eyas generate'; choose another generate.out")
                 if line.endswith(b"\n"):
@@ -368,6 +422,9 @@ def _cut_torn_line(path: Path) -> int:
             size = file.seek(0, os.SEEK_END)
             keep = size
             while keep and not _ends_line(file.fileno(), keep):
+                keep -= 1
+            # An editor may have added an empty line.
+            while keep > 1 and _ends_line(file.fileno(), keep - 1):
                 keep -= 1
             if keep < size:
                 file.truncate(keep)

@@ -8,16 +8,16 @@ conversations in progress and nothing else.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.config import EngineConfig, GenerateConfig, TargetConfig
 from eyas.errors import ConfigError, DataError
-from eyas.generate.answers import AnswerFiles, by_reason, check_overlap, paths_of, reject_row, rejects_path
+from eyas.generate.answers import AnswerFiles, by_reason, check_overlap, paths_of, reject_row
 from eyas.generate.dialogue import Dialogue, Limits
 from eyas.generate.prompts import Prompt, PromptReject, Prompts, read_prompts, sampling_of
+from eyas.generate.receipt import GenerateReceipt, counted
 from eyas.generate.rows import RowTable
 from eyas.log import Progress, human_time
 from eyas.records import digest_bytes
@@ -48,85 +48,18 @@ PREFILL_COST = 0.3
 """What a prompt token costs in time, against a written one: only the ETA depends on it."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateReceipt:
-    """What became of every row of the prompts file: `planned = answered + rejected`, all runs together."""
-
-    out: Path
-    rejects: Path
-    planned: int
-    answered: int
-    rejected: Mapping[str, int]
-    """By reason."""
-    ended_early: Mapping[str, int]
-    """Answered conversations that stop before their last turn, by reason."""
-    finish_reasons: Mapping[str, int]
-    """Answers by how they ended: `stop`, or `length` when `max_new_tokens` cut them."""
-    generated_tokens: int
-    new_conversations: int
-    """Answered by this run; the rest was there before."""
-    new_tokens: int
-    """Written by this run."""
-    not_planned: int
-    """Rows in the output whose prompt is no longer in the prompts file."""
-    wall_s: float
-    device: str
-    """Empty, like `dtype`, when nothing was left to do."""
-    dtype: str
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.new_tokens / self.wall_s if self.wall_s > 0 else 0.0
-
-    def lines(self) -> list[str]:
-        """The receipt as people read it."""
-        num_rejected = sum(self.rejected.values())
-        lines = [
-            f"planned {self.planned} = answered {self.answered} + rejected {num_rejected}{by_reason(self.rejected)}",
-            f"answers: {sum(self.finish_reasons.values())}{by_reason(self.finish_reasons)}, "
-            f"{self.generated_tokens} tokens written by the target",
-        ]
-        if self.ended_early:
-            lines.append(f"ended before their last turn: {sum(self.ended_early.values())}{by_reason(self.ended_early)}")
-        if self.not_planned:
-            lines.append(f"rows in {self.out} whose prompt is no longer in the prompts file: {self.not_planned}")
-        if self.dtype:
-            lines.append(
-                f"this run: {self.new_conversations} conversations, {self.new_tokens} tokens in "
-                f"{human_time(self.wall_s)}, {self.tokens_per_s:.0f} tokens/s on {self.device} in {self.dtype}"
-            )
-        else:
-            lines.append("this run: nothing left to do")
-        lines.append(f"conversations in {self.out}" + (f", rejects in {self.rejects}" if num_rejected else ""))
-        return lines
-
-    def as_dict(self) -> dict[str, Any]:
-        """The receipt as machines read it."""
-        return {
-            "out": str(self.out),
-            "rejects": str(self.rejects),
-            "planned": self.planned,
-            "answered": self.answered,
-            "rejected": dict(self.rejected),
-            "ended_early": dict(self.ended_early),
-            "finish_reasons": dict(self.finish_reasons),
-            "generated_tokens": self.generated_tokens,
-            "new_conversations": self.new_conversations,
-            "new_tokens": self.new_tokens,
-            "not_planned": self.not_planned,
-            "wall_s": round(self.wall_s, 3),
-            "tokens_per_s": round(self.tokens_per_s, 1),
-            "device": self.device,
-            "dtype": self.dtype,
-        }
-
-
 def generate(
-    generate: GenerateConfig, target: TargetConfig, engine: EngineConfig, progress: Progress
+    generate: GenerateConfig,
+    target: TargetConfig,
+    engine: EngineConfig,
+    progress: Progress,
+    *,
+    retry_rejects: bool = False,
 ) -> GenerateReceipt:
     """The target answers every prompt of `generate.prompts`; answered conversations are appended to `generate.out`.
 
-    Resumes by content: what either output file holds is not done again, and a complete run loads no model. Raises
+    Resumes by content: what either output file holds is not done again, and a complete run loads no model; with
+    `retry_rejects`, rejects are tried again, by this run and those that go on from it. Raises
     ConfigError or DataError for bad settings, for prompts that cannot be read, for a target that does not load, and for
     an output made with other settings; DataError when not one prompt has an answer; DataSetLocked when another process
     writes the same output.
@@ -141,7 +74,8 @@ def generate(
     sampling, identity = sampling_of(generate), _identity(files)
     rows = RowTable()
     prompts = read_prompts(prompts_path, sampling=sampling, target=identity, rows=rows)
-    with AnswerFiles(out, {"sampling": sampling, "target": identity}, rows) as answers:
+    settings = {"sampling": sampling, "target": identity}
+    with AnswerFiles(out, settings, rows, retry_rejects=retry_rejects) as answers:
         check_overlap(answers.tally, out, prompts_path)
         done_before = answers.tally.num_answered
         tokens_before = answers.tally.generated_tokens
@@ -161,17 +95,9 @@ def generate(
             run.answer_all(waiting)
         tally = answers.tally
         receipt = GenerateReceipt(
-            out=out,
-            rejects=rejects_path(out),
-            planned=prompts.num_rows,
-            answered=tally.answered,
-            rejected=tally.rejected,
-            ended_early=tally.ended,
-            finish_reasons=tally.finish_reasons,
+            **counted(out, prompts.num_rows, tally, done_before),
             generated_tokens=tally.generated_tokens,
-            new_conversations=tally.num_answered - done_before,
             new_tokens=tally.generated_tokens - tokens_before,
-            not_planned=tally.not_planned,
             wall_s=time.monotonic() - start,
             device=device,
             dtype=dtype,

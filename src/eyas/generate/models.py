@@ -28,7 +28,12 @@ async def only_model(
             progress.show(f"generate: asking {url} for its model", force=True)
             endpoint = Endpoint(url, key, concurrency=1)
             try:
-                found = await endpoint.get("/models", timeout_s=min(30.0, config.timeout_s))
+                asking = asyncio.create_task(endpoint.get("/models", timeout_s=min(30.0, config.timeout_s)))
+                while not (await asyncio.wait([asking], timeout=TICK_S))[0]:
+                    if stop.is_set():
+                        asking.cancel()
+                        raise Stopped("stopped on request; nothing was asked")
+                found = asking.result()
             finally:
                 await endpoint.aclose()
             if isinstance(found, Fault):

@@ -22,6 +22,8 @@ STARTS_WITH_ASSISTANT = "starts_with_assistant"
 BAD_MESSAGE = "bad_message"
 DUPLICATE = "duplicate"
 NO_MESSAGES = "no_messages"
+OF_THE_PROMPT = frozenset({NO_USER_TURN, STARTS_WITH_ASSISTANT, BAD_MESSAGE, DUPLICATE, NO_MESSAGES})
+"""Reasons that another try does not change."""
 WITHOUT_TURNS = ("text", "input_ids", "token_ids")
 """Keys of rows that are samples already: there is nobody to ask anything."""
 

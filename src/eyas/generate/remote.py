@@ -24,17 +24,20 @@ from eyas.generate.loop import Loop, Planned
 from eyas.generate.models import only_model
 from eyas.generate.monitor import Monitor, heartbeat_path
 from eyas.generate.prompts import Prompt, iter_prompts
-from eyas.generate.receipt import RemoteReceipt
+from eyas.generate.receipt import RemoteReceipt, counted
 from eyas.generate.request import check_extra, check_numbers, settings_of
 from eyas.generate.rows import Known, RowTable
 from eyas.log import Progress
 from eyas.observe import heartbeat
 
 
-def generate(config: GenerateConfig, progress: Progress, stop: threading.Event) -> RemoteReceipt:
+def generate(
+    config: GenerateConfig, progress: Progress, stop: threading.Event, *, retry_rejects: bool = False
+) -> RemoteReceipt:
     """Servers answer every prompt of `generate.prompts`; answered conversations are appended to `generate.out`.
 
-    Resumes by content: what either output file holds is not asked again. Raises ConfigError for bad settings, a refused
+    Resumes by content: what either output file holds is not asked again; with `retry_rejects`, rejects are, by this run
+    and those that go on from it. Raises ConfigError for bad settings, a refused
     key, or answers from providers that were not asked for; DataError for prompts that cannot be read and when not one
     has an answer; Stopped when `stop` is set, when `generate.max_cost` is reached or credits are used up;
     EngineUnavailable when all servers are gone for long.
@@ -50,7 +53,7 @@ def generate(config: GenerateConfig, progress: Progress, stop: threading.Event) 
     settings = settings_of(config, model)
     rows = RowTable()
     plan = planned_rows(prompts_path, settings, rows, progress, stop)
-    with AnswerFiles(out, settings, rows) as answers:
+    with AnswerFiles(out, settings, rows, retry_rejects=retry_rejects) as answers:
         tally = answers.tally
         check_overlap(tally, out, prompts_path)
         # A run that was killed has paid for answers that stand in no row.
@@ -77,18 +80,10 @@ def generate(config: GenerateConfig, progress: Progress, stop: threading.Event) 
             monitor.state_name = "complete"
             monitor.events.add("complete", answered=tally.answered, rejected=dict(tally.rejected))
         return RemoteReceipt(
-            out=out,
-            rejects=rejects_path(out),
-            planned=plan.num_rows,
-            answered=tally.answered,
-            rejected=tally.rejected,
-            ended_early=tally.ended,
-            finish_reasons=tally.finish_reasons,
+            **counted(out, plan.num_rows, tally, before[0]),
             usage=tally.usage,
             retokenized=tally.num_retokenized,
             answered_by=tally.answered_by,
-            not_planned=tally.not_planned,
-            new_conversations=tally.num_answered - before[0],
             new_tokens=tally.usage.completion_tokens - before[1],
             new_requests=tally.usage.requests - before[2],
             retries=monitor.retries,

@@ -22,6 +22,8 @@ class Known:
     """Its line was read for the second time."""
     ANSWERED: Final = 4
     REJECTED: Final = 8
+    RETRIED: Final = 16
+    """It was rejected, and is tried again since."""
     DONE: Final = 12
 
 

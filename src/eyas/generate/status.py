@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import StoreError
-from eyas.generate.answers import LINE_START, rejects_path
+from eyas.generate.answers import LINE_START, RETRIED_END, rejects_path
 from eyas.generate.monitor import heartbeat_path
 from eyas.log import human_time
 from eyas.observe import heartbeat
 
-CHUNK_BYTES = 1 << 20
 SILENT_S = 15.0
 """A heartbeat that is older belongs to a process that hangs, or was stopped."""
 
@@ -55,7 +54,7 @@ class AnswersStatus:
         ]
         if self.rejects_by_reason:
             reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(self.rejects_by_reason.items()))
-            lines.append(f"  rejects        {reasons}")
+            lines.append(f"  rejects        {reasons}; 'eyas generate … --retry-rejects' tries them once more")
         if self.alive:
             eta = human_time(self.eta_s) if self.eta_s is not None else "?"
             lines.append(
@@ -77,7 +76,7 @@ class AnswersStatus:
         if self.alive:
             return f"running as {self.process}: {self.state}"
         if not self.state:
-            return "nobody asks servers for it"
+            return "nobody asks servers for it" if self.answered + self.rejected else "nothing is answered yet"
         if self.state == "complete":
             return "complete"
         ended = self.state if self.state in ("stopped", "failed") else f"dead: {self.process} ended while {self.state}"
@@ -88,6 +87,8 @@ def is_answers(path: Path) -> bool:
     """Whether `eyas generate` writes, or wrote, this file."""
     if path.name and heartbeat_path(path).exists():
         return True
+    if path.suffix == ".jsonl" and not path.exists():
+        return True  # no data set has such a name: answers that are yet to come
     try:
         with path.open("rb") as file:
             return file.read(len(LINE_START)) == LINE_START
@@ -99,7 +100,7 @@ def status(out: Path) -> AnswersStatus:
     """Where `out` stands now. Raises StoreError when it cannot be read."""
     beat: dict[str, Any] = heartbeat.read(heartbeat_path(out)) or {}
     alive = heartbeat.is_alive(beat) if beat else None
-    answered, rejected = _num_lines(out), _num_lines(rejects_path(out))
+    answered, rejected = _num_rows(out), _num_rows(rejects_path(out))
     planned = int(beat.get("planned", answered + rejected))
     # Rows of prompts that are planned no more stand in the files, too.
     not_planned = max(0, answered + rejected - planned)
@@ -126,14 +127,14 @@ def status(out: Path) -> AnswersStatus:
     )
 
 
-def _num_lines(path: Path) -> int:
-    num_lines = 0
+def _num_rows(path: Path) -> int:
+    """Rows that are done: no blank line, no reject that is tried again, no line that is still being written."""
     try:
         with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                num_lines += chunk.count(b"\n")
+            return sum(
+                line.startswith(LINE_START) and line.endswith(b"\n") and not line.endswith(RETRIED_END) for line in file
+            )
     except FileNotFoundError:
         return 0
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error} while being read", path=path) from None
-    return num_lines
