@@ -633,6 +633,28 @@ def test_a_client_killed_with_9_resumes_to_the_same_data_set(
     assert list(world.staging.iterdir()) == []
 
 
+# --- few descriptors
+
+
+@pytest.mark.parametrize("spare", [3, 40])
+def test_few_descriptors_are_told_in_one_line_or_are_enough(
+    world: World, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
+    """No more is opened than there is room for; the limit itself would hit the server in this process too."""
+    table = make_table(tmp_path / "many.parquet", [10 + i % 7 for i in range(60)])
+    server = world.serve()
+    limit = len(list(Path("/proc/self/fd").iterdir())) + spare
+    monkeypatch.setattr(client.resource, "getrlimit", lambda _: (limit, limit))
+    if spare == 3:
+        with pytest.raises(Stopped, match=rf"may have {limit} open files, too few .* 'ulimit -n'") as caught:
+            world.capture(table, cfg(out))
+        assert caught.value.exit_code == 3 and list(world.staging.iterdir()) == []
+        monkeypatch.undo()
+    assert world.capture(table, cfg(out)).committed == 60
+    assert spare == 3 or 1 < server.most_in_flight <= (spare - client.OTHER_FILES) // 2
+    require_sound(out)
+
+
 # --- no server
 
 

@@ -22,7 +22,7 @@ from eyas.engine.base import CaptureAnswer, CaptureFailure, EngineInfo, RequestS
 from eyas.engine.sglang.reference import LayerCheck, layer_check
 from eyas.engine.sglang.server import ENGINE, ask_hello, secrets_in
 from eyas.engine.sglang.session import Session
-from eyas.errors import ConfigError, EngineError, EngineGone, EngineUnavailable
+from eyas.errors import ConfigError, EngineError, EngineGone, EngineUnavailable, Stopped
 from eyas.log import human_bytes, human_time
 from eyas.records import CaptureSpec, Provenance
 from eyas.target.files import open_target, quantisation, target_digest
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 REFERENCE_SAMPLES = 8
 """So many samples of a run have their auxiliary states computed again in this process; it is slow."""
 MAX_OPEN_FILES = 65_536
+OTHER_FILES = 24
+"""What a run opens beside its samples' files: shards, records, the target's weights."""
 
 
 class SglangEngine:
@@ -93,7 +95,9 @@ class SglangEngine:
                 self._session = None
             run = self._open_run()
             if self._session is None:
-                self._session = Session(self._url, self._hello, run, info, self._serials, self._next_layer_check)
+                self._session = Session(
+                    self._url, self._hello, run, info, self._serials, self._next_layer_check, _max_files()
+                )
             session = self._session
         yield from session.answers(source)
 
@@ -163,7 +167,6 @@ class SglangEngine:
             self._run.close()  # the server came back with another directory, or somebody emptied it
             self._run = None
         if self._run is None:
-            _allow_open_files()
             if not staging.is_dir():
                 raise EngineError(
                     f"the server at {self._url} (host {self._hello['host']}) stages in {staging}, which does not exist "
@@ -254,9 +257,21 @@ class SglangEngine:
         return EngineInfo(spec=spec, provenance=provenance, max_tokens=int(hello["max_tokens"]))
 
 
-def _allow_open_files() -> None:
-    """Each answer is a mapped file, and a mapping keeps a descriptor: as many as this user may have."""
+def _max_files() -> int:
+    """How many samples may have files here, by the descriptors that this user may have, raised as far as that goes.
+
+    Each takes a connection, and a mapped file, which keeps a descriptor until its states are written. Raises Stopped.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    if soft == resource.RLIM_INFINITY or soft > wanted:
+        wanted = MAX_OPEN_FILES
+    elif soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    num_samples = (wanted - len(list(Path("/proc/self/fd").iterdir())) - OTHER_FILES) // 2
+    if num_samples < 1:
+        raise Stopped(
+            f"this process may have {wanted} open files, too few to capture with: raise 'ulimit -n', to 1024 say, and "
+            "run the same command again"
+        )
+    return num_samples

@@ -96,14 +96,19 @@ class Session:
         info: EngineInfo,
         serials: Iterator[int],
         layer_check: Callable[[], LayerCheck | None],
+        max_files: int,
     ) -> None:
-        """`layer_check` gives the check of a sample's auxiliary states, or None where enough samples were checked."""
+        """`layer_check` gives the check of a sample's auxiliary states, or None where enough samples were checked.
+
+        So many samples as `max_files` may be in flight or answered and not written yet.
+        """
         self._url, self._hello, self._staging_run, self._info = url, hello, run, info
         self._serials, self._layer_check = serials, layer_check
         self._bytes_per_token = info.spec.bytes_per_token + 4
         self._turn = _Turn()
         self._turns = threading.Lock()
-        self._held_bytes = 0
+        self._max_files = max_files
+        self._held_bytes = self._held_files = 0
         """Of states that were answered and are not given back yet."""
         self._held: deque[int] = deque()
         """Changes of that, by readers and by finalizers, which run wherever the last view of a file is dropped."""
@@ -132,10 +137,16 @@ class Session:
     @property
     def held_bytes(self) -> int:
         """Bytes of states that were answered and not given back yet: they lie in shared memory still."""
+        return self._count_held()[0]
+
+    def _count_held(self) -> tuple[int, int]:
+        """Bytes and files of states that were answered and not given back yet."""
         with self._turns:
             while self._held:
-                self._held_bytes += self._held.popleft()
-            return self._held_bytes
+                num_bytes = self._held.popleft()
+                self._held_bytes += num_bytes
+                self._held_files += 1 if num_bytes > 0 else -1
+            return self._held_bytes, self._held_files
 
     def answers(self, source: RequestSource) -> Iterator[Outcome]:
         """Take, send, answer, until the source has no more. Ends the turn of an earlier call that did not end."""
@@ -259,9 +270,10 @@ class Session:
         """Whether what a request stages fits this client's share; when nothing is in flight, the largest does."""
         if not turn.flights or request.attempt > 1:
             return True  # what is asked for once more had its room all along; others may wait for it to be written
-        if len(turn.flights) >= MAX_FLIGHTS:
+        held_bytes, held_files = self._count_held()
+        if len(turn.flights) >= min(MAX_FLIGHTS, self._max_files - held_files):
             return False
-        used = turn.sent_bytes + self.held_bytes
+        used = turn.sent_bytes + held_bytes
         # Once the share is used up, nothing goes out before a quarter of it is free: a server that is sent requests
         # one by one, as bytes trickle back, computes batches of one.
         if turn.share_used_up and used > self._share_bytes * 3 // 4:
