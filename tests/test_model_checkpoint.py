@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from eyas.errors import ConfigError, ExportError
 from eyas.model.checkpoint import config_of, load, save, warm_start
@@ -145,6 +146,32 @@ def test_config_has_both_spellings(tmp_path: Path) -> None:
     draft, _, info = load(path)
     assert dict(draft.shape.rope) == rope
     assert info.extra == {"fingerprint": "f" * 32}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+        {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+@pytest.mark.parametrize("without", [("rope_parameters",), ("rope_theta", "rope_scaling"), ()], ids=str)
+def test_rope_is_the_same_in_either_spelling(rope: dict[str, Any], without: tuple[str, ...], tmp_path: Path) -> None:
+    path = written(tmp_path / "d", random_draft(replace(SHAPE, rope=rope)))
+    reconfigure(path, **dict.fromkeys(without))
+    assert dict(load(path)[0].shape.rope) == rope
+    # And as an engine's transformers reads it.
+    assert AutoConfig.from_pretrained(path).rope_parameters == rope
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from eyas.model.eagle3 import Eagle3Draft
 from eyas.model.shape import DraftShape
 from eyas.model.vocab_map import VocabMap
 from eyas.records import CaptureSpec
-from tiny_models import FAMILIES, build, save
+from tiny_models import FAMILIES, WRAPPED, build, save, save_wrapped
 
 IDS = torch.tensor([0, 5, 9, 17, 100, 300])
 
@@ -73,6 +73,15 @@ def test_every_family_gives_a_drafter_whose_weights_are_all_set(family: str, tmp
         expected = model.model.norm(x)
         wide = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + shape.rms_norm_eps)
     torch.testing.assert_close(wide * draft.norm.weight, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", sorted(WRAPPED))
+def test_a_multimodal_wrapper_gives_what_its_text_model_gives(wrapper: str, tmp_path: Path) -> None:
+    inside = started(save(WRAPPED[wrapper], tmp_path / "text"))
+    draft = started(save_wrapped(wrapper, tmp_path / "t"))
+    assert draft.shape == inside.shape
+    for (name, a), b in zip(draft.named_parameters(), inside.parameters(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def test_sizes_of_a_llama(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from eyas.errors import ConfigError
 from eyas.target import head as head_module
 from eyas.target.head import TargetHead
 from eyas.target.structure import LogitMap, find, logit_map, logits_of
-from tiny_models import FAMILIES, build, save, token_ids
+from tiny_models import FAMILIES, WRAPPED, build, save, save_wrapped, token_ids
 
 HEADED = sorted(FAMILIES)
 
@@ -131,26 +131,9 @@ def test_an_encoder_decoder_and_an_unknown_kind_are_refused(tmp_path: Path) -> N
         assert "\n" not in str(caught.value)
 
 
-def wrapped(path: Path, wrapper: str) -> Path:
-    """A tiny text model inside of a multimodal wrapper, its weights named as that wrapper's checkpoints name them."""
-    save({"kimi_k25": "deepseek_v3", "llava": "llama"}[wrapper], path)
-    text = json.loads((path / "config.json").read_text())
-    towers = {
-        "kimi_k25": {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4}},
-        "llava": {"vision_config": {"model_type": "clip_vision_model", "hidden_size": 16, "num_attention_heads": 2}},
-    }
-    config = {"model_type": wrapper, "text_config": text, "tie_word_embeddings": False, **towers[wrapper]}
-    (path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(path / "model.safetensors")
-    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-    save_file({**renamed, "vision_tower.layers.0.x": torch.zeros(2)}, path / "model.safetensors")
-    return path
-
-
-@pytest.mark.parametrize("wrapper", ["kimi_k25", "llava"])
+@pytest.mark.parametrize("wrapper", sorted(WRAPPED))
 def test_a_multimodal_wrapper(wrapper: str, tmp_path: Path) -> None:
-    path = wrapped(tmp_path / "t", wrapper)
-    head, model = TargetHead.load(path), build({"kimi_k25": "deepseek_v3", "llava": "llama"}[wrapper])
+    head, model = TargetHead.load(save_wrapped(wrapper, tmp_path / "t")), build(WRAPPED[wrapper])
     assert_equals_model(head, model)
     assert torch.equal(head.embedding(), model.get_input_embeddings().weight)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 # Models this small gain nothing from threads, and lose a hundredfold where other jobs hold the cores.
@@ -81,6 +83,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+WRAPPED = {"kimi_k25": "deepseek_v3", "llava": "llama"}
+"""The family of the text model inside of a multimodal wrapper."""
+
+
 def build(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model of the family with random float32 weights in which every norm matters; `changes` go to its config."""
     name, own = FAMILIES[family]
@@ -105,6 +111,26 @@ def build(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
 def save(family: str, path: Path, *, max_shard_size: str = "1GB", **changes: Any) -> Path:
     """The family's model as a target directory."""
     build(family, **changes).save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def save_wrapped(wrapper: str, path: Path) -> Path:
+    """A tiny text model inside of a multimodal wrapper, its weights named as that wrapper's checkpoints name them."""
+    save(WRAPPED[wrapper], path)
+    text = json.loads((path / "config.json").read_text())
+    vision: dict[str, dict[str, Any]] = {
+        "kimi_k25": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4},
+        "llava": {"model_type": "clip_vision_model", "hidden_size": 16, "num_attention_heads": 2},
+    }
+    config = {
+        "model_type": wrapper,
+        "text_config": text,
+        "vision_config": vision[wrapper],
+        "tie_word_embeddings": False,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    renamed = {f"language_model.{name}": tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file({**renamed, "vision_tower.layers.0.x": torch.zeros(2)}, path / "model.safetensors")
     return path
 
 

@@ -101,13 +101,14 @@ def config_of(
 ) -> dict[str, Any]:
     """`config.json` of a drafter. Layer ids stand in it twice: `k` for vLLM, `k - 1` for SGLang.
 
+    `norm_aux` and `carry_normed` are called `fc_norm` and `norm_output`, and the norms `fc_norm.{i}`, as in vLLM.
     ConfigError for hidden-state index 0, the embeddings, which SGLang cannot name.
     """
     if min(shape.aux_layers) < 1:
         raise ConfigError(f"auxiliary layers {list(shape.aux_layers)}: index 0, the embeddings, has no name in SGLang")
     rope = dict(shape.rope)
     theta = rope.pop("rope_theta", 10000.0)
-    text = target_config.get("text_config") or target_config
+    tokens = {**target_config, **(target_config.get("text_config") or {})}
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -141,7 +142,7 @@ def config_of(
             "extra": dict(extra or {}),
         },
     }
-    config |= {name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in text}
+    config |= {name: tokens[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in tokens}
     if shape.norm_aux:
         config["fc_norm"] = True
     if shape.carry_normed:
@@ -150,7 +151,11 @@ def config_of(
 
 
 def load(
-    directory: Path, *, target: Path | None = None, aux_layers: Sequence[int] | None = None
+    directory: Path,
+    *,
+    target: Path | None = None,
+    aux_layers: Sequence[int] | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Eagle3Draft, VocabMap, CheckpointInfo]:
     """A drafter in float32 on the CPU, its vocabulary and what else its checkpoint says.
 
@@ -169,7 +174,7 @@ def load(
     if not stored.info.has_embedding:
         if target is None:
             return draft, stored.vocab_map, stored.info
-        embedding = TargetHead.load(target).embedding()
+        embedding = TargetHead.load(target, trust_remote_code=trust_remote_code).embedding()
         if embedding.shape != draft.embed_tokens.weight.shape:
             raise ConfigError(
                 f"draft {directory}: target {target} has an embedding of {list(embedding.shape)}, wanted "

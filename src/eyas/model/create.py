@@ -252,7 +252,8 @@ def principal_directions(matrix: torch.Tensor, num_directions: int) -> torch.Ten
     """`[columns, num_directions]` float64: orthonormal directions along which the rows of `matrix` are largest.
 
     Eigenvectors of the Gram matrix (no mean is taken off), the largest first, computed on the CPU in float64, each with
-    its largest entry positive. Zero columns follow where more directions are asked for than there are columns.
+    its largest entry positive; minutes for a width of several thousand. Zero columns follow where more directions are
+    asked for than there are columns.
     """
     width = matrix.shape[1]
     gram = torch.zeros(width, width, dtype=torch.float64)
