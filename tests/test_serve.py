@@ -430,6 +430,10 @@ def test_from_start_to_sigterm(world: World) -> None:
     assert beat["url"] == f"http://127.0.0.1:{world.port}" and beat["engine_version"] == "0.0.stand-in"
     (start,) = world.starts()
     assert beat["server_pid"] == start[0] and beat["pid"] == process.pid
+    watching = subprocess.Popen(command("watch", world.root / "states"), stdout=subprocess.PIPE, text=True)
+    assert watching.stdout is not None
+    seen = [watching.stdout.readline() for _ in range(5)]
+    assert "nothing is captured yet" in seen[0] and "server   ready for" in seen[1] and seen[3:5] != ["", ""]
     found = server_status(world.root / "states")
     assert found is not None and found.alive and found.server_alive and found.state == "ready"
     assert f"pid {start[0]} alive" in found.lines()[0] and "ready" in found.lines()[0]
@@ -441,6 +445,7 @@ def test_from_start_to_sigterm(world: World) -> None:
         running_server(world.plan(f"engine.url=http://127.0.0.1:{probe.getsockname()[1]}"))
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
+    assert watching.wait(30) == 0 and "stopped" in watching.communicate()[0]
     assert world.left() == [] and not world.staging.exists() and len(world.starts()) == 1
     text = log.read_text()
     assert "removed what 1 dead runs had left" in text and "next: eyas capture" in text and "Traceback" not in text

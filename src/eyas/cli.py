@@ -409,44 +409,22 @@ def verify(
 @app.command()
 def status(root: DataSetDir, as_json: AsJson = False) -> None:
     """Say where a capture, or the answers in a file, stand: from any shell, while it runs or after it was killed."""
-    from eyas.generate import status as answers
-
-    if answers.is_answers(root):
-        about = answers.status(root)
-        _result(about.as_dict(), about.lines(), as_json=as_json)
-        return
-    from eyas.capture.status import status as look
-    from eyas.serve.status import server_status
-    from eyas.store.layout import Layout
-
-    server = server_status(root)
-    about_server = {"server": None if server is None else dataclasses.asdict(server)}
-    server_lines = [] if server is None else server.lines()
-    if server is not None and not Layout(root).head.exists():
-        _result(about_server, [f"{root}: nothing is captured yet", *server_lines], as_json=as_json)
-        return
-    found = look(root)
-    _result(dataclasses.asdict(found) | about_server, [*found.lines(), *server_lines], as_json=as_json)
-    if found.problems:
+    stand = _stand(root)
+    _result(stand.about, stand.lines, as_json=as_json)
+    if stand.damaged:
         raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
 def watch(root: DataSetDir, interval_s: Annotated[float, typer.Option(min=0.2)] = 2.0) -> None:
-    """Show the status again and again, until the capture, or the asking for answers, ends."""
-    from eyas.capture.status import status as look
-    from eyas.generate import status as answers
-    from eyas.serve.status import server_status
-
+    """Show the status again and again, until what runs there ends."""
     _stop_by_exception()
-    about_answers = answers.is_answers(root)
     while True:
-        found = answers.status(root) if about_answers else look(root)
-        server = None if about_answers else server_status(root)
+        stand = _stand(root)
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[2J\x1b[H")
-        _print("\n".join([*found.lines(), *([] if server is None else server.lines())]))
-        if not found.alive:
+        _print("\n".join(stand.lines))
+        if not stand.alive:
             return
         time.sleep(interval_s)
 
@@ -467,6 +445,37 @@ def merge(
         f"next: eyas verify {out}",
     ]
     _result(dataclasses.asdict(receipt), lines, as_json=as_json)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stand:
+    """Where a capture, a server without one, or the answers in a file stand."""
+
+    about: dict[str, Any]
+    lines: list[str]
+    alive: bool | None
+    damaged: bool = False
+
+
+def _stand(root: Path) -> _Stand:
+    from eyas.generate import status as answers
+
+    if answers.is_answers(root):
+        told = answers.status(root)
+        return _Stand(told.as_dict(), told.lines(), told.alive)
+    from eyas.capture.status import status as look
+    from eyas.serve.status import server_status
+    from eyas.store.layout import Layout
+
+    server = server_status(root)
+    about_server = {"server": None if server is None else dataclasses.asdict(server)}
+    server_lines = [] if server is None else server.lines()
+    if server is not None and not Layout(root).head.exists():
+        return _Stand(about_server, [f"{root}: nothing is captured yet", *server_lines], server.alive)
+    found = look(root)
+    return _Stand(
+        dataclasses.asdict(found) | about_server, [*found.lines(), *server_lines], found.alive, bool(found.problems)
+    )
 
 
 def _load(run: Path, overrides: Sequence[str]) -> Config:
