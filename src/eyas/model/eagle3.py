@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eyas.model.shape import DraftShape
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine `[n, d]` of rotary positions."""
+"""Cosine and signed sine `[n, d]` of rotary positions: the first half of the sines is negated."""
 
 
 def _empty(*shape: int) -> nn.Parameter:
@@ -104,16 +104,25 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * weight.to(wide.dtype)).to(x.dtype)
 
 
+def rotations(rope: LlamaRotaryEmbedding, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
+    """What `rotate` needs at `positions [n]`, in float32 or better."""
+    wide = torch.zeros(1, device=positions.device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    cos, sin = rope(wide, positions[None])
+    half = sin.shape[-1] // 2
+    return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+
+
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotary embedding of `x` `[n, heads, d]`, halves paired as in Llama."""
     cos, sin = (part[:, None] for part in rotation)
-    a, b = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
+    # The halves change places by a flip, which is a matter of indices forwards and backwards; `cat` would copy twice.
+    return (x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin).to(x.dtype)
 
 
-def feed_forward(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """`down(silu(gate(x)) * up(x))` over `[n, H]`."""
-    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+def feed_forward(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """`down(silu(gate(x)) * up(x))` over `[n, H]`, gate and up one above the other."""
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +134,8 @@ class LayerWeights:
     qkv_embed: torch.Tensor | None
     """`[q + 2 kv, H]`: the columns that read the embedding; the first layer has them."""
     o: torch.Tensor
-    gate: torch.Tensor
-    up: torch.Tensor
+    gate_up: torch.Tensor
+    """`[2 · intermediate, H]`."""
     down: torch.Tensor
     norm: torch.Tensor
     """Of the feature: `hidden_norm` in the first layer, `input_layernorm` in others."""
@@ -143,8 +152,7 @@ class LayerWeights:
             qkv=whole[:, width:] if first else whole,
             qkv_embed=whole[:, :width] if first else None,
             o=attn.o_proj.weight.to(dtype),
-            gate=mlp.gate_proj.weight.to(dtype),
-            up=mlp.up_proj.weight.to(dtype),
+            gate_up=torch.cat([mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype)]),
             down=mlp.down_proj.weight.to(dtype),
             norm=layer.hidden_norm.weight if first else layer.input_layernorm.weight,
             norm_embed=layer.input_layernorm.weight if first else None,

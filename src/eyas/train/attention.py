@@ -193,7 +193,7 @@ class _TttAttention(torch.autograd.Function):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse = causal.forward(q, k, v, docs, scale)
         if diagonal:
-            out, lse = merge(out, lse, q, diagonal[::2], diagonal[1::2], scale)
+            out, lse = _mergers(q)[0](out, lse, q, torch.stack(diagonal[::2]), torch.stack(diagonal[1::2]), scale)
         ctx.causal, ctx.docs, ctx.scale = causal, docs, scale
         ctx.save_for_backward(q, k, v, out, lse, *diagonal)
         return out
@@ -205,28 +205,30 @@ class _TttAttention(torch.autograd.Function):
         dq, dk, dv = ctx.causal.backward(grad, q, k, v, out, lse, ctx.docs, ctx.scale)
         grads: list[torch.Tensor] = []
         if diagonal:
-            extra, grads = merge_backward(grad, out, lse, q, diagonal[::2], diagonal[1::2], ctx.scale)
-            dq = dq + extra
+            keys, values = torch.stack(diagonal[::2]), torch.stack(diagonal[1::2])
+            pairs = zip(*_mergers(q)[1](grad, out, lse, q, keys, values, dq, ctx.scale), strict=True)
+            grads = [part for pair in pairs for part in pair]
         return None, None, None, dq, dk, dv, *grads
 
 
+def _mergers(q: torch.Tensor) -> tuple[Any, Any]:
+    if not q.is_cuda or q.dtype == torch.float64:
+        return merge, merge_backward
+    from eyas.train import kernels
+
+    return kernels.merge, kernels.merge_backward
+
+
 def merge(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    scale: float,
+    out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[n, h, d]` and log-sum-exp `[n, h]` of a softmax that also sees one key `[n, g, d]` of each step."""
-    wide, num_kv = lse.dtype, keys[0].shape[1]
-    qw = _by_group(q, num_kv).to(wide)  # [n, g, h/g, d]
-    scores = torch.stack([(qw * key[:, :, None].to(wide)).sum(-1) for key in keys]) * scale  # [s, n, g, h/g]
-    causal = _by_group(lse[..., None], num_kv)[..., 0]
+    """Output `[n, h, d]` and log-sum-exp `[n, h]` of a softmax that also sees the keys `k`, `v [s, n, g, d]`."""
+    wide, num_kv = lse.dtype, k.shape[2]
+    scores = torch.einsum("ngad,sngd->snga", _by_group(q, num_kv).to(wide), k.to(wide)) * scale
+    causal = _by_group(lse[..., None], num_kv)[..., 0]  # [n, g, h/g]
     joint = torch.logsumexp(torch.cat([causal[None], scores]), dim=0)
     mixed = _by_group(out, num_kv).to(wide) * (causal - joint).exp()[..., None]
-    for score, value in zip(scores, values, strict=True):
-        mixed = mixed + (score - joint).exp()[..., None] * value[:, :, None].to(wide)
+    mixed = mixed + torch.einsum("snga,sngd->ngad", (scores - joint).exp(), v.to(wide))
     return mixed.to(out.dtype).reshape(out.shape), joint.reshape(lse.shape)
 
 
@@ -235,24 +237,21 @@ def merge_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     q: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dq: torch.Tensor,
     scale: float,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What the diagonal keys add to the gradient of `q`, and their own gradients as `k_1, v_1, k_2, v_2, …`."""
-    wide, num_kv = lse.dtype, keys[0].shape[1]
-    gw, qw = (_by_group(x, num_kv).to(wide) for x in (grad, q))
-    joint = _by_group(lse[..., None], num_kv)
-    delta = (gw * _by_group(out, num_kv).to(wide)).sum(-1, keepdim=True)
-    dq = torch.zeros_like(qw)
-    grads = []
-    for key, value in zip(keys, values, strict=True):
-        kw, vw = key[:, :, None].to(wide), value[:, :, None].to(wide)
-        p = ((qw * kw).sum(-1, keepdim=True) * scale - joint).exp()  # [n, g, h/g, 1]
-        ds = p * ((gw * vw).sum(-1, keepdim=True) - delta) * scale
-        dq = dq + ds * kw
-        grads += [(ds * qw).sum(2).to(key.dtype), (p * gw).sum(2).to(value.dtype)]
-    return dq.to(q.dtype).reshape(q.shape), grads
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `k` and `v [s, n, g, d]`; what they add to the gradient of `q` is added to `dq [n, h, d]`."""
+    wide, num_kv = lse.dtype, k.shape[2]
+    gw, qw, kw, vw = _by_group(grad, num_kv).to(wide), _by_group(q, num_kv).to(wide), k.to(wide), v.to(wide)
+    joint = _by_group(lse[..., None], num_kv)[..., 0]
+    delta = (gw * _by_group(out, num_kv).to(wide)).sum(-1)
+    p = (torch.einsum("ngad,sngd->snga", qw, kw) * scale - joint).exp()
+    ds = p * (torch.einsum("ngad,sngd->snga", gw, vw) - delta) * scale
+    dq += torch.einsum("snga,sngd->ngad", ds, kw).reshape(q.shape).to(q.dtype)
+    dk, dv = torch.einsum("snga,ngad->sngd", ds, qw), torch.einsum("snga,ngad->sngd", p, gw)
+    return dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

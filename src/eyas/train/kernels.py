@@ -1,4 +1,4 @@
-"""GPU kernels, in Triton: what PyTorch would do in many passes over a block of logits."""
+"""GPU kernels, in Triton: what PyTorch would do in many passes over the same values."""
 
 from __future__ import annotations
 
@@ -66,3 +66,105 @@ def row_loss(
         logits, target, at, weight, loss, best, logits.stride(0), target.stride(0), width, BLOCK=block, num_warps=8
     )
     return loss, best, logits
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, new_out_ptr, new_lse_ptr, num_rows, scale,
+    STEPS: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
+    SHARE_2: tl.constexpr, D_2: tl.constexpr,
+):  # fmt: skip
+    row, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, lane = tl.arange(0, SHARE_2), tl.arange(0, D_2)
+    inside = (head < SHARE)[:, None] & (lane < D)[None, :]
+    at = row * KV + kv
+    of_heads = at * SHARE + head
+    values = of_heads[:, None] * D + lane[None, :]
+    q = tl.load(q_ptr + values, mask=inside, other=0.0).to(tl.float32)
+    mixed = tl.load(out_ptr + values, mask=inside, other=0.0).to(tl.float32)
+    top = tl.load(lse_ptr + of_heads, mask=head < SHARE, other=0.0)
+    total = tl.full([SHARE_2], 1.0, tl.float32)
+    for step in tl.static_range(STEPS):
+        one = (step * num_rows * KV + at) * D + lane
+        k = tl.load(k_ptr + one, mask=lane < D, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + one, mask=lane < D, other=0.0).to(tl.float32)
+        score = tl.sum(q * k[None, :], 1) * scale
+        higher = tl.maximum(top, score)
+        shrink, gain = tl.exp(top - higher), tl.exp(score - higher)
+        mixed = mixed * shrink[:, None] + gain[:, None] * v[None, :]
+        total = total * shrink + gain
+        top = higher
+    tl.store(new_out_ptr + values, (mixed / total[:, None]).to(new_out_ptr.dtype.element_ty), mask=inside)
+    tl.store(new_lse_ptr + of_heads, top + tl.log(total), mask=head < SHARE)
+
+
+@triton.jit
+def _merge_backward_kernel(
+    grad_ptr, out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, num_rows, scale,
+    STEPS: tl.constexpr, KV: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
+    SHARE_2: tl.constexpr, D_2: tl.constexpr,
+):  # fmt: skip
+    row, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, lane = tl.arange(0, SHARE_2), tl.arange(0, D_2)
+    inside = (head < SHARE)[:, None] & (lane < D)[None, :]
+    at = row * KV + kv
+    of_heads = at * SHARE + head
+    values = of_heads[:, None] * D + lane[None, :]
+    q = tl.load(q_ptr + values, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + values, mask=inside, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + values, mask=inside, other=0.0).to(tl.float32)
+    dq = tl.load(dq_ptr + values, mask=inside, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + of_heads, mask=head < SHARE, other=0.0)
+    delta = tl.sum(grad * out, 1)
+    for step in tl.static_range(STEPS):
+        one = (step * num_rows * KV + at) * D + lane
+        k = tl.load(k_ptr + one, mask=lane < D, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + one, mask=lane < D, other=0.0).to(tl.float32)
+        p = tl.exp(tl.sum(q * k[None, :], 1) * scale - lse)
+        ds = p * (tl.sum(grad * v[None, :], 1) - delta) * scale
+        # Heads that only fill up the block have no gradient and zero queries: they add nothing.
+        dq += ds[:, None] * k[None, :]
+        tl.store(dk_ptr + one, tl.sum(ds[:, None] * q, 0).to(dk_ptr.dtype.element_ty), mask=lane < D)
+        tl.store(dv_ptr + one, tl.sum(p[:, None] * grad, 0).to(dv_ptr.dtype.element_ty), mask=lane < D)
+    tl.store(dq_ptr + values, dq.to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[n, h, d]` and log-sum-exp `[n, h]` of a softmax that also sees the keys `k`, `v [s, n, g, d]`."""
+    new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
+    grid, sizes = _merge_sizes(q, k)
+    _merge_kernel[grid](out, lse, q, k, v, new_out, new_lse, len(q), scale, **sizes, num_warps=1)
+    return new_out, new_lse
+
+
+def merge_backward(
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dq: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `k` and `v [s, n, g, d]`; what they add to the gradient of `q` is added to `dq [n, h, d]`."""
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    grid, sizes = _merge_sizes(q, k)
+    _merge_backward_kernel[grid](grad, out, lse, q, k, v, dq, dk, dv, len(q), scale, **sizes, num_warps=1)
+    return dk, dv
+
+
+def _merge_sizes(q: torch.Tensor, k: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    num_rows, num_heads, width = q.shape
+    steps, _, num_kv, _ = k.shape
+    share = num_heads // num_kv
+    return (num_rows, num_kv), {
+        "STEPS": steps,
+        "KV": num_kv,
+        "SHARE": share,
+        "D": width,
+        "SHARE_2": triton.next_power_of_2(share),
+        "D_2": triton.next_power_of_2(width),
+    }

@@ -1,9 +1,10 @@
 """The soft cross-entropy of all steps, from states to gradients, a block of rows at a time.
 
 For a row with target distribution `p` (the target's logits over the draft vocabulary, renormalised) and draft logits
-`z`: `loss = logsumexp(z) - p·z`, gradient `softmax(z) - p`. Gradients are made as the loss is, so that no logits outlive
-their block, and the teacher of a block is computed once for all steps. Letters: `e` (row, step) pairs that carry a loss,
-`m` teacher rows, `S` steps, `n` rows, `H` the drafter's and `Ht` the target's hidden size, `D` and `V` vocabularies.
+`z`: `loss = logsumexp(z) - p·z`, gradient `softmax(z) - p`. Gradients are made with the loss, so that no logits outlive
+their block, and the teacher of a block is computed once for all steps. Letters: `e` pairs of row and step that carry a
+loss, `m` teacher rows, `S` steps, `n` rows, `H` the drafter's and `Ht` the target's hidden size, `D` and `V` the two
+vocabularies.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def argmax_of(
     bias: torch.Tensor | None,
     logit_map: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """`[m]`: the target's likeliest token at states `[m, Ht]` with head `[V, Ht]`, the lowest id where two are equal."""
+    """`[m]`: the target's likeliest token at states `[m, Ht]` with head `[V, Ht]`; the lowest id of equals."""
     block = ARGMAX_BLOCK[states.device.type]
     found = [logit_map(F.linear(part, weight, bias)).argmax(-1) for part in states.split(block)]
     return torch.cat(found) if found else states.new_empty(0, dtype=torch.int64)

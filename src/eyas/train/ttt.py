@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils.checkpoint import checkpoint
 
-from eyas.model.eagle3 import Eagle3Draft, LayerWeights, Rotation, feed_forward, rms_norm, rotate
+from eyas.model.eagle3 import Eagle3Draft, LayerWeights, Rotation, feed_forward, rms_norm, rotate, rotations
 from eyas.train.attention import Causal, Documents, ttt_attention
 
 MaskRule = Literal["drafted", "usual"]
@@ -134,40 +134,42 @@ def ttt(
     """
     shape, docs, positions = draft.shape, rows.docs, rows.positions
     num_steps = len(rows.read)
-    layer_of = _compiled(_layer) if options.compiled else _layer
-    before_of = _compiled(_project) if options.compiled else _project
-    table = _rotations(draft, int(positions.max()) + num_steps if len(positions) else 0, options.dtype)
+    embed, before, after = (_compiled(f) if options.compiled else f for f in (_embed, _project, _finish))
+    longest = docs.longest + num_steps
+    draft.rope.to(token_ids.device)
+    table = rotations(draft.rope, torch.arange(longest, device=token_ids.device), options.dtype)
 
     first = weights.layers[0]
     assert first.qkv_embed is not None and first.norm_embed is not None
-    embedded = F.embedding(token_ids, weights.embed).to(options.dtype)
     # The embedding's half of q, k and v is the same for a token whichever step reads it: once for all steps.
-    embedded = F.linear(rms_norm(embedded, first.norm_embed, shape.rms_norm_eps), first.qkv_embed)  # [N, q + 2 kv]
+    embedded = embed(
+        F.embedding(token_ids, weights.embed).to(options.dtype), first.norm_embed, first.qkv_embed, shape.rms_norm_eps
+    )  # [N, q + 2 kv]
 
     feature = F.linear(_features(aux_hidden_states, weights, shape.rms_norm_eps, options.dtype), weights.fc)  # [N, H]
     keys: list[tuple[torch.Tensor, torch.Tensor]] = []
     everyone = torch.minimum(torch.arange(1, len(token_ids) + 1, device=token_ids.device), _last_rows(docs))
     for i, layer in enumerate(weights.layers):
         read = embedded[everyone] if i == 0 else None
-        q, k, v = before_of(feature, read, layer.qkv, layer.norm, _at(table, positions), _sizes(draft))
+        q, k, v = before(feature, read, layer.qkv, layer.norm, _at(table, positions), _sizes(draft))
         keys.append((k, v))
         last = i == len(weights.layers) - 1
         # Rows that no step supervises give the last layer their key and value, and need nothing more of it.
         asking = docs if last else Documents(docs.bounds, docs.cu_seqlens, None, docs.bounds)
         q, residual = (q[rows.rows], feature[rows.rows]) if last else (q, feature)
         attended = ttt_attention(options.causal, asking, q, k, v, (), shape.head_dim**-0.5)
-        feature = layer_of(residual, attended, layer, shape.rms_norm_eps)
+        feature, normed = after(residual, attended, *_rest(layer, weights, last=last), shape.rms_norm_eps)
 
     states = []
     diagonal: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in weights.layers]
     for s in range(num_steps):
         if s > 0:
             earlier = [tuple(pairs) for pairs in diagonal]
-            feature, pairs = _run(options.recompute, _step, feature, embedded[rows.read[s]], rows, s, table, weights,
-                                  keys, earlier, options, draft)  # fmt: skip
+            feature, normed, pairs = _run(options.recompute, _step, feature, embedded[rows.read[s]], rows, s, table,
+                                          weights, keys, earlier, options, draft)  # fmt: skip
             for kept, pair in zip(diagonal, pairs, strict=True):
                 kept.append(pair)
-        normed = rms_norm(feature, weights.norm, shape.rms_norm_eps)
+        assert normed is not None
         states.append(normed)
         feature = normed if shape.carry_normed else feature
     return torch.stack(states)
@@ -184,21 +186,21 @@ def _step(
     diagonal: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
     options: Options,
     draft: Eagle3Draft,
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A step after the first: the rows' states `[n, H]`, and what each layer adds to its diagonal keys."""
-    layer_of = _compiled(_layer) if options.compiled else _layer
-    before_of = _compiled(_project) if options.compiled else _project
+) -> tuple[torch.Tensor, torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A step after the first: the rows' states `[n, H]` before and after the final norm, and new diagonal keys."""
+    before, after = (_compiled(f) if options.compiled else f for f in (_project, _finish))
     rotation = _at(table, rows.positions[rows.rows] + s)
     pairs = []
     for i, layer in enumerate(weights.layers):
         read = embedded if i == 0 else None
-        q, k, v = before_of(feature, read, layer.qkv, layer.norm, rotation, _sizes(draft))
+        q, k, v = before(feature, read, layer.qkv, layer.norm, rotation, _sizes(draft))
         pairs.append((k, v))
         attended = ttt_attention(
             options.causal, rows.docs, q, *keys[i], [*diagonal[i], (k, v)], draft.shape.head_dim**-0.5
         )
-        feature = layer_of(feature, attended, layer, draft.shape.rms_norm_eps)
-    return feature, pairs
+        last = i == len(weights.layers) - 1
+        feature, normed = after(feature, attended, *_rest(layer, weights, last=last), draft.shape.rms_norm_eps)
+    return feature, normed, pairs
 
 
 Sizes = tuple[int, int, int, float]
@@ -225,10 +227,29 @@ def _project(
     return rotate(q, rotation), rotate(k, rotation), v
 
 
-def _layer(residual: torch.Tensor, attended: torch.Tensor, layer: LayerWeights, eps: float) -> torch.Tensor:
-    """What is left of a layer after its attention: `[n, H]`."""
-    x = residual + F.linear(attended.flatten(1), layer.o)
-    return x + feed_forward(rms_norm(x, layer.norm_mlp, eps), layer.gate, layer.up, layer.down)
+def _embed(embedded: torch.Tensor, norm: torch.Tensor, qkv_embed: torch.Tensor, eps: float) -> torch.Tensor:
+    """The embedding's share `[N, q + 2 kv]` of the first layer's queries, keys and values."""
+    return F.linear(rms_norm(embedded, norm, eps), qkv_embed)
+
+
+def _rest(layer: LayerWeights, weights: DraftWeights, *, last: bool) -> tuple[torch.Tensor | None, ...]:
+    return layer.o, layer.norm_mlp, layer.gate_up, layer.down, weights.norm if last else None
+
+
+def _finish(
+    residual: torch.Tensor,
+    attended: torch.Tensor,
+    o: torch.Tensor,
+    norm_mlp: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What is left of a layer after its attention: `[n, H]`, behind the last one also after the final norm."""
+    x = residual + F.linear(attended.flatten(1), o)
+    x = x + feed_forward(rms_norm(x, norm_mlp, eps), gate_up, down)
+    return x, None if norm is None else rms_norm(x, norm, eps)
 
 
 def _features(aux: torch.Tensor, weights: DraftWeights, eps: float, dtype: torch.dtype) -> torch.Tensor:
@@ -236,15 +257,6 @@ def _features(aux: torch.Tensor, weights: DraftWeights, eps: float, dtype: torch
     if weights.aux_norms:
         aux = torch.stack([rms_norm(a.to(dtype), w, eps) for a, w in zip(aux, weights.aux_norms, strict=True)])
     return aux.to(dtype).transpose(0, 1).flatten(1)
-
-
-def _rotations(draft: Eagle3Draft, num_positions: int, dtype: torch.dtype) -> Rotation:
-    """Cosine and sine `[positions, d]`."""
-    draft.rope.to(draft.fc.weight.device)
-    at = torch.arange(num_positions, device=draft.fc.weight.device)[None]
-    wide = torch.zeros(1, device=at.device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    cos, sin = draft.rope(wide, at)
-    return cos[0], sin[0]
 
 
 def _at(table: Rotation, positions: torch.Tensor) -> Rotation:
