@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from eyas.engine import staged, stager
+from eyas.engine.pinned import HostPool
 from eyas.engine.staged import RequestName, Run, StagedError
 from eyas.engine.stager import Stager, StagingLimits
 
@@ -776,6 +777,24 @@ def test_each_rank_has_its_own_file(staging: Path) -> None:
     assert sorted(p.name for p in (staging / RUN).iterdir()) == ["1.rank1", "1.states"]
     with pytest.raises(StagedError, match="of rank 1, not"):
         staged.parse(memoryview(name.path(staging, 1).read_bytes()), Path("x"), name, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ranks_but_the_first_take_no_page_locked_memory(staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slabs: list[int] = []
+    monkeypatch.setattr(stager, "HostPool", lambda limit: slabs.append(limit) or HostPool(limit))
+    name = request(1, 3, "r")
+    fields = {f"hidden.{k}": states_of(name, k).cuda() for k in (2, 9)}
+    for rank in (0, 1, 2):
+        subject = Stager(staging, PLENTY, rank=rank)
+        subject.stage([name], [3], [0], ids_of(name).cuda(), fields)
+        subject.close()
+        found = staged.read(name.path(staging, rank), name, rank)
+        for k in (2, 9):
+            states = np.frombuffer(found.fields[f"hidden.{k}"][2], dtype="<f4").reshape(3, H)
+            assert (states == states_of(name, k).numpy()).all()
+        assert slabs == [PLENTY.pool_bytes]
 
 
 def test_states_in_columns_of_one_tensor_are_taken_apart(staging: Path) -> None:

@@ -295,9 +295,10 @@ class Stager:
         # Ids may lie in a buffer that the next forward fills again: a copy, in the forward's own order.
         ids = token_ids[start:end].to(torch.int64, copy=True)
         sources = {TOKEN_IDS: ids} | {f: t[start:end] for f, t in fields.items()}
-        if not token_ids.is_cuda:
-            # The host's own memory: nothing writes into a state once it left its layer, so a view will do.
-            arrays = {f: _as_bytes(t.contiguous()).numpy() for f, t in sources.items()}
+        if self._rank or not token_ids.is_cuda:
+            # The host's own memory: nothing writes into a state once it left its layer, so a view will do. Ranks other
+            # than the first stage a few samples in all, for comparison: no page-locked memory for those.
+            arrays = {f: _as_bytes(t.contiguous().cpu()).numpy() for f, t in sources.items()}
             return _Rows(arrays.pop(TOKEN_IDS), arrays, None)
         if self._pool is None:
             self._pool = HostPool(self._limits.pool_bytes)
