@@ -25,7 +25,7 @@ from eyas.engine import staged
 from eyas.engine.sglang.client import SglangEngine
 from eyas.errors import ConfigError, EngineError
 from eyas.log import Progress
-from eyas.serve import flags
+from eyas.serve import flags, process
 from eyas.serve.causes import how_it_ended, likely_cause
 from eyas.serve.command import ServerPlan, absolute, bytes_per_token, plan_server, quota_problem
 from eyas.serve.process import group_members
@@ -46,6 +46,11 @@ with (here / "starts").open("a") as starts:
     starts.write(json.dumps([os.getpid(), sys.argv[1:]]) + "\\n")
 scheduler = subprocess.Popen(["sleep", "600"])
 print("loading weights", flush=True)
+print("server_args=the flags", flush=True)
+if mode() == "talks":
+    import threading
+    threading.Thread(target=lambda: [print(f"batch {i:06d} " + 80 * "x", flush=True) or time.sleep(0.0002)
+                                     for i in range(8000)], daemon=True).start()
 if mode() == "dies":
     print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", flush=True)
     sys.exit(7)
@@ -557,6 +562,30 @@ def test_a_server_that_hangs_is_restarted(world: World) -> None:
     world.mode("ok")
     serving.wait_for("ready", restarts=1)
     assert "answered no health check" in serving.end()
+
+
+def test_a_log_of_days_stays_small_and_keeps_its_first_lines(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "LOG_BYTES", 200_000)
+    monkeypatch.setattr(process, "HEAD_BYTES", 2_000)
+    world.mode("talks")
+    log = world.server / "server.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("an older server's\n")
+    serving = Serving(world, patience=Patience(silent_s=60, stop_s=1, tick_s=0.02))
+    serving.wait_for("ready")
+    wait_for(world, lambda _: "batch 007999" in log.read_text())
+    assert serving.end() and serving.error is None
+    text, before = log.read_text(), (log.parent / "server.log.1").read_text()
+    assert len(text) < 300_000 and len(before) < 300_000
+    lines = text.splitlines()
+    assert " start 1: " in lines[0] and "--disable-radix-cache" in lines[0]
+    assert lines[1:3] == ["loading weights", "server_args=the flags"] and text.count("server_args") == 1
+    assert text.count(f"what came between: {log}.1") == 1
+    # Between what was put aside and what came then hardly a line is missing, and the last lines are all there.
+    parts = [part.rpartition("what came between")[2].splitlines()[1:] for part in (before, text)]
+    told = [int(line.split()[1]) for part in parts for line in part if line.startswith("batch 0")]
+    assert told[-1] == 7999 and len(told) > 2000 and told[-1] - told[0] - len(told) < 100
+    assert not list(log.parent.glob("*.tmp"))
 
 
 def test_something_else_on_the_port_is_a_clear_error(world: World) -> None:

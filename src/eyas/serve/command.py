@@ -43,7 +43,7 @@ class Places:
 
     @property
     def log(self) -> Path:
-        """What all its servers said, one after the other."""
+        """What all its servers said, one after the other; what is long ago lies beside it, and longer ago nowhere."""
         return self.root / "server.log"
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,10 @@ from eyas.errors import EngineError
 from eyas.serve import keeper
 
 TAIL_BYTES = 65_536
+LOG_BYTES = 64 * 1024 * 1024
+"""A longer log of a server is put aside."""
+HEAD_BYTES = 64 * 1024
+"""Of a server's output, what stays at the top of its log: its command and the settings that it tells at the start."""
 LINE_CHARS = 300
 """Lines are cut there: SGLang prints all its settings on one."""
 KILL_PATIENCE_S = 30.0
@@ -32,6 +37,8 @@ class ServerProcess:
         self.started = time.monotonic()
         self._stopped = False
         with log.open("ab") as out:
+            self._header_start = out.tell()
+            self._head = b""
             out.write(f"{note(header)} {shlex.join(argv)}\n".encode())
             out.flush()
             self._log_start = out.tell()
@@ -81,6 +88,33 @@ class ServerProcess:
         if left:
             raise EngineError(f"the server's processes {', '.join(map(str, left))} do not end, even when killed")
 
+    def rotate(self) -> None:
+        """Put a log that has become long aside, in place of the one put aside before; a new one begins as it did.
+
+        Copied and cut, since the server keeps the file open: a few lines written meanwhile are lost. Where there is no
+        room for the copy the log stays as it is.
+        """
+        temporary = aside(self.log).with_suffix(".tmp")
+        try:
+            size = self.log.stat().st_size
+            if size <= LOG_BYTES:
+                return
+            with self.log.open("r+b") as log, temporary.open("wb") as out:
+                if not self._head:
+                    log.seek(self._header_start)
+                    self._head = log.read(HEAD_BYTES).rpartition(b"\n")[0] + b"\n"
+                    self._head += f"{note('what came between:')} {aside(self.log)}\n".encode()
+                log.seek(size - LOG_BYTES)
+                shutil.copyfileobj(log, out)
+                temporary.rename(aside(self.log))
+                # Over what is there, then cut: the server appends at whatever the end is.
+                log.seek(0)
+                log.write(self._head)
+                log.truncate()
+            self._log_start = len(self._head)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+
     def tail(self, num_lines: int) -> list[str]:
         """The last lines of its output; answers to health checks are left out."""
         return tail(self.log, num_lines, self._log_start)
@@ -92,6 +126,11 @@ class ServerProcess:
         except TimeoutError:
             told = b""
         return int(told) if told else self._keeper.pid
+
+
+def aside(log: Path) -> Path:
+    """Where what was in a log before it was put aside lies."""
+    return log.with_name(log.name + ".1")
 
 
 def note(text: str) -> str:

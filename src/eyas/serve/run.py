@@ -283,6 +283,7 @@ class _Supervisor:
     def _look_after(self, server: ServerProcess, watch: Watch) -> _End | None:
         ready_at: float | None = None
         while not self._stop.wait(self._patience.tick_s):
+            server.rotate()
             now = time.monotonic()
             ready_s = None if ready_at is None else now - ready_at
             code = server.exit_code()
