@@ -341,3 +341,15 @@ def test_batches_on_the_device_are_those_of_the_cpu(data: DataSet, samples: Trai
                 kept.append((dataclasses.replace(batch, states=batch.states[:0]), batch.states.clone()))
     for batch, states in kept:
         assert torch.equal(states.cpu(), expected(data, batch.indices).states)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_loader_after_the_other_takes_no_more_memory(data: DataSet, samples: TrainingSamples) -> None:
+    """An evaluation makes a new one each time."""
+    reserved = []
+    for _ in range(4):
+        with Loader(data, samples, [[pack] for pack in schedule_of(samples).packs(0)], device="cuda") as loader:
+            assert sum(len(step) for step in loader) > 5
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[0] == reserved[-1]

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -136,7 +137,8 @@ class Loader:
         prefetch_bytes: int = 1 << 30,
         num_threads: int = 4,
     ) -> None:
-        """`steps`: this rank's packs of each step, as `Schedule.steps` gives them; taken as far as is read ahead.
+        """`steps`: this rank's packs of each step, as `Schedule.steps` gives them, or any others: `[[pack], …]` for an
+        evaluation that holds one batch at a time. They are walked as far as is read ahead, in the caller's thread.
 
         Batches that are read ahead of the one that is waited for take `prefetch_bytes` on the device at most, but one
         always is. Beside them stand `num_threads` buffers of the largest sample's size.
@@ -157,9 +159,7 @@ class Loader:
         self._begun_bytes = 0
         self._jobs: queue.SimpleQueue[tuple[_Reading, int, int, int] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = _copy_stream(self._device) if self._device.type == "cuda" else None
         used = np.concatenate([samples.train, samples.held_out])
         buffer_bytes = int(samples.token_counts[used].max()) * data.spec.bytes_per_token
         buffers = [self._buffer(buffer_bytes) for _ in range(num_threads)]
@@ -291,6 +291,12 @@ class Loader:
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(self._stream)
         copied.synchronize()
+
+
+@lru_cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all loaders: memory that was allocated for one stream serves no other."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _bytes_of(rows: torch.Tensor) -> npt.NDArray[np.uint8]:
