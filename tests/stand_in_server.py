@@ -79,11 +79,11 @@ class StandIn:
     def __init__(self, target: Path, staging: Path, *, port: int = 0, layers: tuple[int, ...] = (1, 2, 3),
                  staged_bytes: int = 1 << 26, script: Callable[[Asked], Act | None] = right, plugin: bool = True,
                  shift: int = 0, pre_norm: bool = False, tp_size: int = 1, rank_noise: float = 0.0,
-                 noise: float = 0.0, **about: Any) -> None:  # fmt: skip
+                 noise: float = 0.0, residual: bool = True, **about: Any) -> None:  # fmt: skip
         self.model = load(target)
         self.layers, self.script, self.plugin, self.shift = layers, script, plugin, shift
         self.pre_norm, self.tp_size, self.noise = pre_norm, tp_size, noise
-        self.rank_noise = rank_noise
+        self.rank_noise, self.residual = rank_noise, residual
         limits = StagingLimits(staged_bytes, 0, 1 << 26)
         self.stagers = [Stager(staging, limits, rank=rank, num_threads=2) for rank in range(tp_size)]
         self.staging = staging
@@ -210,11 +210,18 @@ class StandIn:
         """Every hidden state of a sequence by field, and the log-probabilities of its tokens but the first."""
         inner = self.model.model
         before: list[torch.Tensor] = []
-        handle = inner.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+        added: list[torch.Tensor] = []
+        handles = [inner.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))]
+        for layer in inner.layers:
+            ending = getattr(layer, "post_feedforward_layernorm", layer.mlp)
+            handles.append(ending.register_forward_hook(lambda _, __, states: added.append(states)))
         output = inner(input_ids=torch.tensor([ids]), use_cache=False, output_hidden_states=True)
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         last = output.last_hidden_state
         hidden = [*output.hidden_states[:-1], before[0]]
+        if not self.residual:  # as SGLang's Gemma 3, whose residual stream runs beside the states
+            hidden[1:] = added
         logits = self.model.lm_head(last)[0].log_softmax(-1)
         logprobs = [float(logits[t, i]) for t, i in enumerate(ids[1:])]
         states = {

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import itertools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -1071,6 +1072,18 @@ def test_each_check_of_layers_passes_what_is_right(
     assert check != "layer" or "(2, 3)" in line
 
 
+@pytest.mark.parametrize("check", ["target", "layer"])
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_states_without_the_residual_stream_are_named(
+    world: World, out: Path, table: SampleTable, tmp_path: Path, check: str, family: str
+) -> None:
+    world.target = tiny_models.save(family, tmp_path / family)
+    world.serve(residual=False, layers=(3,))
+    with pytest.raises(CaptureMismatch, match=r"hidden\.3 differs .* times as long .* without the residual stream"):
+        world.capture(table, cfg(out), world.engine(check_layers=check))
+    assert Layout(out).record_ids() == set()
+
+
 @pytest.mark.parametrize("check", ["auto", "off"])
 def test_a_last_state_before_the_norm_is_named(world: World, out: Path, table: SampleTable, check: str) -> None:
     world.serve(pre_norm=True)
@@ -1084,6 +1097,20 @@ def test_log_probabilities_that_are_missing_are_no_pass(world: World, out: Path,
     with pytest.raises(EngineUnavailable, match="the last hidden state cannot be checked"):
         world.capture(table, cfg(out, max_attempts=1))
     assert Layout(out).record_ids() == set()
+
+
+def test_a_sample_that_was_not_alone_is_not_taken_for_one_that_was(
+    world: World, out: Path, table: SampleTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    def in_company(asked: Asked) -> Act | None:
+        said = {"path": str(asked.name.path(world.staging)), "bytes": 0, "alone": False}
+        return Act(meta={"eyas": [said]}) if asked.logprobs else None
+
+    caplog.set_level(logging.INFO, logger="eyas")
+    world.serve(in_company)
+    world.capture(table, cfg(out))
+    assert all("alone against batch" not in row["found"] for row in events(out, "probe"))
+    assert caplog.text.count("together with another client's requests") == 4
 
 
 def test_tensor_parallel_ranks_are_compared(world: World, out: Path, table: SampleTable) -> None:

@@ -554,7 +554,7 @@ def test_rows_of_a_batch_go_to_their_requests_and_others_are_left_out(staging: P
     answers = stage(subject, [(None, 4), (names[0], 3), (None, 2), (names[1], 1), (names[2], 7), (None, 1)])
     subject.close()
     assert answers[0] is answers[2] is answers[5] is None
-    assert answers[1] == {"path": str(names[0].path(staging)), "bytes": file_bytes(3)}
+    assert answers[1] == {"path": str(names[0].path(staging)), "bytes": file_bytes(3), "alone": False}
     for name in names:
         check_file(staging, name)
     assert len(list((staging / RUN).iterdir())) == 3
@@ -765,6 +765,20 @@ def test_neighbours_go_to_those_who_ask(staging: Path) -> None:
     subject.close()
     check_file(staging, plain)
     check_file(staging, asking, (1, 2, 9))
+
+
+def test_an_answer_says_whether_its_forwards_held_nothing_else(staging: Path) -> None:
+    subject = Stager(staging, PLENTY)
+    one, two, three, four = (request(serial, 4) for serial in (1, 2, 3, 4))
+    (told,) = stage(subject, [(one, 4)])
+    assert told["alone"] is True
+    assert [answer and answer["alone"] for answer in stage(subject, [(two, 4), (None, 2)])] == [False, None]
+    # In chunks: all of them count.
+    stage(subject, [(three, 2), (None, 2)])
+    stage(subject, [(four, 2)])
+    (last_of_three,), (last_of_four,) = stage(subject, [(three, 2)], [2]), stage(subject, [(four, 2)], [2])
+    assert (last_of_three["alone"], last_of_four["alone"]) == (False, True)
+    subject.close()
 
 
 def test_each_rank_has_its_own_file(staging: Path) -> None:

@@ -17,6 +17,8 @@ from eyas.errors import CaptureMismatch
 from eyas.records import LAST, CaptureSpec, StateBlock, TokenIds, hidden_field
 from eyas.values import all_finite, as_float32, first_nonfinite_row, median_row_error, row_bytes
 
+SHORT_ROWS = 0.75
+"""What a layer adds is shorter than the residual stream that it adds to, in most models far shorter."""
 MAX_CHECKED_ROWS = 64
 """Rows of a sample whose logits are computed: the target's vocabulary may have a quarter of a million entries."""
 
@@ -158,18 +160,34 @@ def _check_hidden(
         states = _values(answer.fields[hidden_field(k)])
         errors[k] = median_row_error(states, reference.hidden[k])
         if errors[k] > tolerance.states:
-            others = {j: median_row_error(states, theirs) for j, theirs in reference.hidden.items() if j != k}
-            nearest = min(others, key=others.__getitem__, default=None)
-            cause = "other weights, dtype or positions?"
-            if nearest is not None and others[nearest] <= tolerance.states:
-                off = "off by one layer" if abs(nearest - k) == 1 else "another layer"
-                cause = f"it is hidden state {nearest} ({off}): the engine numbers its layers otherwise"
             raise _mismatch(
                 answer,
                 "layer",
-                f"hidden.{k} differs from the engine's ordinary path by {errors[k]:.2g} relative; {cause}",
+                f"hidden.{k} differs from the engine's ordinary path by {errors[k]:.2g} relative; "
+                f"{_layer_cause(k, states, reference.hidden, tolerance)}",
             )
     return errors
+
+
+def _layer_cause(
+    k: int,
+    states: npt.NDArray[np.float32],
+    reference: Mapping[int, npt.NDArray[np.float32]],
+    tolerance: Tolerance,
+) -> str:
+    """Why the states that came as hidden state `k` are not the reference's."""
+    others = {j: median_row_error(states, theirs) for j, theirs in reference.items() if j != k}
+    nearest = min(others, key=others.__getitem__, default=None)
+    if nearest is not None and others[nearest] <= tolerance.states:
+        off = "off by one layer" if abs(nearest - k) == 1 else "another layer"
+        return f"it is hidden state {nearest} ({off}): the engine numbers its layers otherwise"
+    length = float(np.median(np.linalg.norm(states, axis=1)) / np.median(np.linalg.norm(reference[k], axis=1)))
+    if length < SHORT_ROWS:
+        return (
+            f"its rows are only {length:.2g} times as long as they should be: captured without the residual stream, as "
+            'SGLang does for Gemma 3? Such a model needs engine.kind = "hf"'
+        )
+    return "other weights, dtype or positions?"
 
 
 def _check_alone(answer: CaptureAnswer, reference: Reference, tolerance: Tolerance) -> float | None:

@@ -68,6 +68,8 @@ class _Partial:
     """The answer of a chunk that could not be taken is that of the later ones too: the server tells the last alone."""
     rows: list[_Rows] = field(default_factory=list)
     num_rows: int = 0
+    alone: bool = True
+    """Whether each of its forwards held nothing else."""
     failed: bool = False
 
 
@@ -110,8 +112,8 @@ class Stager:
 
         `prefix_rows` of a request were processed by earlier forwards. Those of the fields that are `neighbours` are
         for the requests alone whose flags ask for them. Returns for each request what its answer says:
-        None for a request that is not ours, else `path` and `bytes`, or `error`, `reason` and `retry`. Never waits and
-        never raises for a request's sake.
+        None for a request that is not ours, else `path`, `bytes` and whether it was `alone`, or `error`, `reason` and
+        `retry`. Never waits and never raises for a request's sake.
         """
         self._forwards += 1
         self._drop_aborted()
@@ -135,6 +137,7 @@ class Stager:
                 # From here on its bytes are counted, for the other requests of this forward too.
                 partial = _Partial(0 if why_not else num_bytes, self._forwards, why_not)
                 self._partials[str(name)] = partial
+            partial.alone &= len(names) == 1
             if partial.why_not is None:
                 partial.why_not = _misfit(name, partial, num_rows[i], prefix_rows[i])
             if partial.why_not is None and copied is None:
@@ -252,7 +255,7 @@ class Stager:
                 self._writing_bytes -= partial.num_bytes
             self._count("failed")
             return {"error": "the server is shutting down", "reason": "closed", "retry": True}
-        return {"path": str(path), "bytes": partial.num_bytes}
+        return {"path": str(path), "bytes": partial.num_bytes, "alone": partial.alone}
 
     def _write(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import queue
 import threading
 import time
@@ -32,6 +33,8 @@ from eyas.engine.staged import INFO_KEY, RequestName, Staged, StagedError
 from eyas.errors import EngineError, EngineRefused, EngineUnavailable
 from eyas.records import LAST, StateBlock
 from eyas.values import as_float32, median_row_error
+
+logger = logging.getLogger(__name__)
 
 RANK_TOLERANCE = 1e-3
 """Median relative row error between tensor-parallel ranks: they hold the same states, reduced alike."""
@@ -125,6 +128,8 @@ class Session:
             keepalive_s=KEEPALIVE_S,
         )
         self._reference_lock = asyncio.Lock()
+        self._num_asked = 0
+        """Requests that the server has and has not answered."""
         self.lost = False
         self._closed = False
         chunk = int(self._hello.get("max_prefill_tokens") or 8192)
@@ -395,6 +400,7 @@ class Session:
     async def _generate(self, name: RequestName, request: CaptureRequest, *, logprobs: bool) -> dict[str, Any]:
         """POST /generate. Raises EngineRefused, EngineUnavailable (with the sample's id where it is only about it)."""
         body = generate_body(name, request.token_ids.tolist(), logprobs=logprobs)
+        self._num_asked += 1
         try:
             response = await self._connections.request(
                 "POST",
@@ -406,6 +412,8 @@ class Session:
             raise EngineUnavailable(
                 f"the server at {self._url} is gone ({type(error).__name__})", engine=ENGINE
             ) from None
+        finally:
+            self._num_asked -= 1
         status, text = response.status_code, response.text
         if status == 200:
             meta, abort = _meta_of(text)
@@ -474,8 +482,9 @@ class Session:
         """The server's own word about a sample: asked for alone, as far as that can be, with its log-probabilities."""
         async with self._reference_lock:
             deadline = time.monotonic() + QUIET_PATIENCE_S
-            while not self._is_quiet() and time.monotonic() < deadline:
+            while self._num_asked and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
+            is_quiet = self._num_asked == 0
             check = await self._aside(self._layer_check)
             flags = staged.RANKS if int(self._hello["tp_size"]) > 1 else ""
             if check is not None and check.needs_neighbours and self._hello["neighbours"]:
@@ -502,12 +511,13 @@ class Session:
                     if name != LAST
                 }
                 hidden, last = await self._aside(partial(check.hidden, request.token_ids, states))
-            wanted = {name: block for name, block in _blocks(found).items() if name in self._info.spec.fields}
-            return Reference(_logprobs(meta, request), hidden, last, wanted)
-
-    def _is_quiet(self) -> bool:
-        """Whether nothing is in flight but samples to be checked."""
-        return all(flight.request.with_reference for flight in list(self._turn.flights.values()))
+            alone = {name: block for name, block in _blocks(found).items() if name in self._info.spec.fields}
+            if not self._said(meta, request).get("alone", True):
+                alone = {}
+                if is_quiet:
+                    logger.info("sample %s is not compared alone against in a batch: the server computed it together "
+                                "with another client's requests", request.sample_id)  # fmt: skip
+            return Reference(_logprobs(meta, request), hidden, last, alone)
 
     async def _aside(self, function: Callable[[], T]) -> T:
         """The result of what may take minutes, computed in a daemon thread, which keeps nobody from ending."""
