@@ -484,3 +484,11 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_index_zero_has_no_name_in_sglang() -> None:
     with pytest.raises(ConfigError, match="index 0"):
         config_of(replace(SHAPE, aux_layers=(0, 2)), target_config={}, dtype="float32")
+
+
+def test_a_started_drafter_comes_back_with_its_targets_embedding(tmp_path: Path) -> None:
+    target = save_target("gemma3", tmp_path / "t")
+    draft = Eagle3Draft(SHAPE)
+    initialise(draft, target, VOCAB, 0)
+    again, _, _ = load(written(tmp_path / "d", draft), target=target)
+    assert_same(draft, again)
