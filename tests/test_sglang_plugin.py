@@ -18,8 +18,10 @@ import torch
 
 from eyas.engine import staged
 from eyas.engine.sglang import plugin as subject
+from eyas.engine.sglang.arguments import contradiction
 from eyas.engine.sglang.deploy import write_settings
-from eyas.engine.sglang.plugin import CaptureSetupError, Plugin, Settings, Taps, contradiction
+from eyas.engine.sglang.plugin import Plugin, Settings
+from eyas.engine.sglang.taps import CaptureSetupError, Taps
 from eyas.engine.staged import RequestName
 from eyas.engine.stager import StagingLimits
 

@@ -16,7 +16,9 @@ MODULES = (
     "engine/staged.py",
     "engine/stager.py",
     "engine/sglang/__init__.py",
+    "engine/sglang/arguments.py",
     "engine/sglang/plugin.py",
+    "engine/sglang/taps.py",
 )
 """They import torch, NumPy, xxhash and the standard library, and each other."""
 ENTRY_POINTS = "[sglang.srt.plugins]\neyas = eyas.engine.sglang.plugin:register\n"
