@@ -33,7 +33,7 @@ from eyas.data.table import SampleTable, TableMetadata, TableWriter
 from eyas.engine import staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest
 from eyas.engine.hf import HfEngine
-from eyas.engine.sglang import client, session
+from eyas.engine.sglang import asking, client, session
 from eyas.engine.sglang.client import SglangEngine
 from eyas.engine.staged import RequestName
 from eyas.engine.stager import Stager
@@ -113,8 +113,8 @@ def staging(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes half a minute with a real server takes half a second here."""
-    monkeypatch.setattr(session, "STAGED_PATIENCE_S", 0.3)
-    monkeypatch.setattr(session, "QUIET_PATIENCE_S", 0.2)
+    monkeypatch.setattr(asking, "STAGED_PATIENCE_S", 0.3)
+    monkeypatch.setattr(asking, "QUIET_PATIENCE_S", 0.2)
 
 
 class World:
@@ -572,7 +572,7 @@ def test_what_a_killed_server_was_writing_goes_while_the_run_goes_on(
         left.extend(path.with_name(f"{10**6 + i}.{path.suffix[1:]}.tmp") for i in range(2))
         for unfinished in left:
             unfinished.write_bytes(bytes(5000))
-        os.utime(left[0], times=(0, time.time() - session.UNFINISHED_PATIENCE_S - 1))
+        os.utime(left[0], times=(0, time.time() - asking.UNFINISHED_PATIENCE_S - 1))
         # Another client that is killed meanwhile.
         done = subprocess.run([sys.executable, "-c", KILLED_CLIENT, str(world.staging)], stdout=subprocess.PIPE,
                               text=True, check=False)  # fmt: skip
@@ -1029,7 +1029,7 @@ def test_a_server_without_room_for_a_while_is_asked_again(world: World, out: Pat
 def test_a_sample_for_which_there_never_is_room_is_a_reject_with_the_servers_words(
     world: World, out: Path, table: SampleTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "FULL_PATIENCE_S", 0.2)
+    monkeypatch.setattr(asking, "FULL_PATIENCE_S", 0.2)
     world.serve(after_probe(of_length(9, lambda asked: Act(said=FULL))))
     receipt = world.capture(table, cfg(out))
     assert receipt.rejects_by_reason == {"unavailable": 1}
