@@ -15,8 +15,8 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,9 @@ from eyas.engine.base import (
     Reference,
     RequestSource,
 )
-from eyas.engine.pinned import Bytes, HostPool
+from eyas.engine.copies import Arrays, Copied, CpuViews, CudaCopies
+from eyas.engine.pinned import HostPool
+from eyas.engine.trunk import ENGINE, Taps, examine, input_device
 from eyas.errors import ConfigError, EngineError, EngineRefused
 from eyas.records import LAST, CaptureSpec, Provenance, StateBlock, default_aux_layers, hidden_field
 from eyas.target.files import open_target, quantisation, target_digest, tensor_entries
@@ -42,7 +44,6 @@ from eyas.target.structure import Structure, find, load_config, logits_of, model
 
 logger = logging.getLogger(__name__)
 
-ENGINE = "hf"
 WINDOW_BATCHES = {"cpu": 2, "cuda": 8}
 """Requests are taken for so many batches and sorted by length: more means less padding, later first answers, and more
 that a kill loses; on a CPU one batch may take a minute."""
@@ -57,9 +58,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-
-Arrays = dict[str, Bytes]
-"""One sample's fields, each `T * H` values as bytes."""
 
 
 class HfEngine:
@@ -234,10 +232,10 @@ class HfEngine:
             start = time.monotonic()
             model = self._load_model()
             structure = find(model)
-            taps = _Taps(structure, self._aux_layers)
+            taps = Taps(structure, self._aux_layers)
             with torch.inference_mode():
-                taps.changed_in_place = _examine(structure, _input_device(structure))
-            copies = _CudaCopies(HostPool(self._pinned_bytes)) if self._device.type == "cuda" else _CpuViews()
+                taps.changed_in_place = examine(structure, input_device(structure))
+            copies = CudaCopies(HostPool(self._pinned_bytes)) if self._device.type == "cuda" else CpuViews()
             self._loaded = _Loaded(model, structure, taps, copies)
             logger.info("target loaded in %.1f s", time.monotonic() - start)
         return self._loaded
@@ -332,7 +330,7 @@ class HfEngine:
         )  # [B, T]; id 0 stands for padding: rows of padding are never looked at
         for row, ids in zip(padded.numpy(), token_ids, strict=True):
             row[: len(ids)] = ids
-        input_ids = padded.to(_input_device(loaded.structure), non_blocking=True)
+        input_ids = padded.to(input_device(loaded.structure), non_blocking=True)
         with loaded.taps as hidden:
             last = loaded.structure.trunk(input_ids=input_ids, use_cache=False).last_hidden_state
         states = {hidden_field(k): hidden[k] for k in self._aux_layers} | {LAST: last}
@@ -383,25 +381,8 @@ class _Loaded:
 
     model: nn.Module
     structure: Structure
-    taps: _Taps
-    copies: _CpuViews | _CudaCopies
-
-
-@dataclass(slots=True)
-class _Copied:
-    """Samples' fields on the host, or on their way to it."""
-
-    arrays: deque[Arrays]
-    events: list[torch.cuda.Event] = field(default_factory=list)
-    on_device: list[torch.Tensor] = field(default_factory=list)
-    """Sources of the copies: their memory must not be used again before the copies have ended."""
-
-    def wait(self) -> deque[Arrays]:
-        for event in self.events:
-            event.synchronize()
-        self.events.clear()
-        self.on_device.clear()
-        return self.arrays
+    taps: Taps
+    copies: CpuViews | CudaCopies
 
 
 @dataclass(slots=True)
@@ -409,107 +390,10 @@ class _Started:
     """A batch whose forward was launched."""
 
     requests: deque[CaptureRequest]
-    copied: _Copied
+    copied: Copied
 
     def wait(self) -> deque[Arrays]:
         return self.copied.wait()
-
-
-class _Taps:
-    """Hooks on the decoder layers: in `with taps as hidden`, `hidden[k]` becomes the residual stream `[B, T, H]`."""
-
-    def __init__(self, structure: Structure, layers: Sequence[int]) -> None:
-        self.changed_in_place = False
-        """Whether a later layer writes into a tensor that we keep, so that a copy is needed."""
-        self._hidden: dict[int, torch.Tensor] | None = None
-        for k in layers:
-            if k == 0:
-                structure.blocks[0].register_forward_pre_hook(self._enters, with_kwargs=True)
-            else:
-                structure.blocks[k - 1].register_forward_hook(self._leaves(k))
-
-    def __enter__(self) -> dict[int, torch.Tensor]:
-        self._hidden = {}
-        return self._hidden
-
-    def __exit__(self, *_: object) -> None:
-        self._hidden = None
-
-    def _enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._keep(0, _entering(args, kwargs))
-
-    def _leaves(self, k: int) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-            self._keep(k, _leaving(output))
-
-        return hook
-
-    def _keep(self, k: int, states: torch.Tensor) -> None:
-        if self._hidden is not None:
-            self._hidden[k] = states.clone() if self.changed_in_place else states
-
-
-def _entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    states: torch.Tensor = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
-    return states
-
-
-def _leaving(output: Any) -> torch.Tensor:
-    states: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
-    return states
-
-
-def _input_device(structure: Structure) -> torch.device:
-    device: torch.device = structure.embeddings.weight.device  # type: ignore[assignment]
-    return device
-
-
-def _examine(structure: Structure, device: torch.device) -> bool:
-    """Run four tokens and look whether the layers are connected as the hooks assume; EngineError when they are not.
-
-    Returns whether any layer's output is written into later on.
-    """
-    kept: list[torch.Tensor] = []
-    copies: list[torch.Tensor] = []
-    around_norm: list[torch.Tensor] = []
-
-    def remember(states: torch.Tensor) -> None:
-        kept.append(states)
-        copies.append(states.clone())
-
-    handles = [
-        structure.blocks[0].register_forward_pre_hook(lambda _, a, kw: remember(_entering(a, kw)), with_kwargs=True)
-    ]
-    handles += [b.register_forward_hook(lambda _, __, out: remember(_leaving(out))) for b in structure.blocks]
-    handles.append(
-        structure.norm.register_forward_pre_hook(
-            lambda _, a, kw: around_norm.append(_entering(a, kw).clone()), with_kwargs=True
-        )
-    )
-    handles.append(structure.norm.register_forward_hook(lambda _, __, out: around_norm.append(out)))
-    try:
-        # Ids from the middle of the vocabulary: the first and last ones may be padding, whose embedding is all zeros.
-        ids = torch.arange(1, 5, device=device) * structure.vocab_size // 6  # [4]
-        last = structure.trunk(input_ids=ids[None], use_cache=False).last_hidden_state
-    finally:
-        for handle in handles:
-            handle.remove()
-    what = type(structure.causal).__name__
-    wanted = (1, 4, structure.hidden_size)
-    shapes = {tuple(states.shape) for states in copies}
-    if len(copies) != structure.num_layers + 1 or shapes != {wanted}:
-        raise EngineError(
-            f"{what}: {structure.num_layers} decoder layers gave {len(copies) - 1} outputs of shapes {sorted(shapes)} "
-            f"for {list(wanted)}: not one residual stream through '{structure.blocks_name}'",
-            engine=ENGINE,
-        )
-    if len(around_norm) != 2 or not torch.equal(around_norm[0].to(copies[-1].device), copies[-1]):
-        raise EngineError(
-            f"{what}: '{structure.norm_name}' does not take the last decoder layer's output", engine=ENGINE
-        )
-    if not torch.equal(around_norm[1].to(last.device), last):
-        raise EngineError(f"{what}: the last hidden state is not the output of '{structure.norm_name}'", engine=ENGINE)
-    return any(not torch.equal(states, copy) for states, copy in zip(kept, copies, strict=True))
 
 
 def _whole_model(
@@ -517,7 +401,7 @@ def _whole_model(
 ) -> Reference:
     """The reference by the model's own forward; only a long sample's logits are computed apart from its trunk."""
     structure = loaded.structure
-    ids = torch.from_numpy(token_ids.astype(np.int64)).to(_input_device(structure))  # [T]
+    ids = torch.from_numpy(token_ids.astype(np.int64)).to(input_device(structure))  # [T]
     rows = max(1, REFERENCE_LOGIT_BYTES // (4 * structure.vocab_size))
     whole = len(token_ids) <= rows
     run = loaded.model if whole else structure.causal.get_submodule(structure.body_name)
@@ -538,83 +422,6 @@ def _whole_model(
         logprobs.append(logits.float().log_softmax(-1).gather(1, following)[:, 0].cpu())
     joined = torch.cat(logprobs) if logprobs else torch.empty(0)
     return Reference(next_logprobs=joined.numpy(), hidden=hidden, alone=alone)
-
-
-class _CpuViews:
-    """On a CPU nothing is copied: a sample's field is a view of its rows in the layer's own output."""
-
-    overlaps = False
-
-    def start(self, states: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> _Copied:
-        return _Copied(
-            deque(
-                {name: _as_bytes(tensor[b, :length]).numpy() for name, tensor in states.items()}
-                for b, length in enumerate(lengths)
-            )
-        )
-
-    def close(self) -> None:
-        pass
-
-
-class _CudaCopies:
-    """Copies to page-locked host memory on a side stream, so that the next batch computes meanwhile."""
-
-    overlaps = True
-
-    def __init__(self, pool: HostPool) -> None:
-        self._pool = pool
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._said_full = False
-
-    def start(self, states: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> _Copied:
-        """Launch the copies of the real rows of `states` (`[B, T, H]`, contiguous); padding stays behind."""
-        copied = _Copied(deque({} for _ in lengths))
-        for name, tensor in states.items():
-            stream = self._stream(tensor.device)
-            with torch.cuda.stream(stream):
-                for arrays, b, length in zip(copied.arrays, range(len(lengths)), lengths, strict=True):
-                    source = _as_bytes(tensor[b, :length])
-                    destination, arrays[name] = self._buffer(source.numel())
-                    destination.copy_(source, non_blocking=True)
-            # Held instead of `record_stream`: so it is free as soon as the copies have ended, not some time later.
-            copied.on_device.append(tensor)
-        for device in {tensor.device for tensor in states.values()}:
-            # A blocking event: a spinning one would take a core from the writer.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(self._streams[device])
-            copied.events.append(event)
-        return copied
-
-    def close(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The side stream of `device`, behind everything that was launched there so far."""
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        return stream
-
-    def _buffer(self, num_bytes: int) -> tuple[torch.Tensor, Bytes]:
-        buffer = self._pool.take(num_bytes)
-        if buffer is not None:
-            return buffer.destination, buffer.array
-        if not self._said_full:
-            self._said_full = True
-            logger.warning(
-                "%.1f GB of page-locked memory are in use: copies go on into ordinary memory, more slowly; "
-                "raise engine.extra.pinned_bytes above capture.in_flight_bytes", self._pool.held_bytes / 1e9
-            )  # fmt: skip
-        pageable = torch.empty(num_bytes, dtype=torch.uint8)
-        return pageable, pageable.numpy()
-
-
-def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """`[T, H]` contiguous as `[num_bytes]` uint8, the same memory."""
-    return rows.view(torch.uint8).flatten()
 
 
 def _failure(request: CaptureRequest, why: str) -> CaptureFailure:
