@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -59,7 +59,7 @@ class DataConfig(Section):
     """Share of the conversations held out of training, by the hash of their first user turn."""
     max_unsupervised: float = Field(0.01, ge=0.0, le=1.0)
     """`prepare` stops when more than this share of the rows has no supervised token: the masks are suspect then."""
-    draft_vocab_sizes: tuple[int, ...] = (8192, 16384, 32768)
+    draft_vocab_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (8192, 16384, 32768)
     """Sizes of a draft vocabulary whose coverage is reported."""
     workers: int | None = Field(None, ge=1)
     """Processes that tokenise; default: one for each core."""
