@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 from eyas.config import DataConfig, TargetConfig
 from eyas.data import parts
 from eyas.data import prepare as prepare_module
-from eyas.data.prepare import PrepareReceipt, prepare
+from eyas.data.prepare import prepare
+from eyas.data.prepare_receipt import PrepareReceipt
 from eyas.data.table import SampleTable
 from eyas.data.template import Masker
 from eyas.errors import ConfigError, DataError
@@ -107,7 +108,28 @@ def test_the_receipt_tells_what_the_template_does_not_show_and_then_claims_nothi
     assert not any("EXACT" in line for line in lines)
     again, _ = run(tmp_path, target, [{"messages": messages}])
     assert again.num_workers == 0 and not any("EXACT" in line for line in again.lines())
-    assert any("3 assistant turns are context only" in line for line in again.lines())
+    assert [line for line in again.lines() if " turns are " in line] == [
+        line for line in lines if " turns are " in line
+    ]
+    assert (again.table.num_turns_empty, again.table.num_thoughts_not_shown) == (1, 1), "the table says so itself"
+
+
+def test_the_receipt_tells_of_tools_results_and_weights(tmp_path: Path, target: Path) -> None:
+    call = {"role": "assistant", "content": "f", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    question, answer = chat("Hi", "Yo")["messages"]
+    messages = [question, answer | {"weight": 0}, question, call, {"role": "tool", "content": "7"}, answer]
+    receipt, _ = run(tmp_path, target, [{"messages": messages, "tools": [{"name": "f"}]}, chat("Hi", "Yo")])
+    assert "1 conversations declare tools that the template does not show" in receipt.lines()
+    assert "1 assistant turns are context only: their weight is 0" in receipt.lines()
+    assert not any("EXACT" in line for line in receipt.lines())
+    assert SampleTable.open(receipt.path).metadata.num_tools_not_shown == 1
+
+
+def test_an_answer_of_weight_0_does_not_make_a_row_too_long_by_its_bytes(tmp_path: Path, target: Path) -> None:
+    messages = [*chat("Hi", "Yo")["messages"], *chat("So?", "word " * 5000)["messages"]]
+    messages[-1]["weight"] = 0
+    receipt, _ = run(tmp_path, target, [{"messages": messages}], max_tokens=64)
+    assert (receipt.table.num_kept, receipt.table.num_turns_unweighted) == (1, 1)
 
 
 def test_each_reason_is_counted_with_the_first_places(tmp_path: Path, target: Path) -> None:
@@ -283,6 +305,8 @@ def test_unset_paths_are_configuration_errors(tmp_path: Path, target: Path) -> N
         (DataConfig(samples=table), target, "data.sources is not set"),
         (DataConfig(sources=(source,)), target, "data.samples is not set"),
         (DataConfig(sources=(source,), samples=source), target, "is one of data.sources"),
+        (DataConfig(sources=(source,), samples=Path()), target, r"data\.samples: \. is a directory; name the file"),
+        (DataConfig(sources=(source,), samples=tmp_path), target, r"data\.samples: .* is a directory; name the file"),
         (DataConfig(sources=(source,), samples=table), None, "target.path is not set"),
         (DataConfig(sources=(source,), samples=table), tmp_path / "nope", "is not a directory"),
     ):

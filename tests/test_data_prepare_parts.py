@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from eyas.config import DataConfig, TargetConfig
 from eyas.data import parts, workers
 from eyas.data.parts import Chunk, Example, Facts, PartStore, chunks_of, key_of, read_part
-from eyas.data.prepare import PrepareReceipt, prepare
+from eyas.data.prepare import prepare
+from eyas.data.prepare_receipt import PrepareReceipt
 from eyas.data.report import report_path
 from eyas.data.sources import Where
 from eyas.data.table import SampleTable
@@ -179,6 +180,74 @@ def test_a_process_that_dies_is_an_error_and_no_hang(
     with pytest.raises(DataError, match=r"a\.jsonl:\d+: the process .* was killed by SIGKILL; out of memory\?"):
         run(source, tmp_path / "s.parquet", target, 2)
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["asked", "being asked"])
+def test_a_process_that_is_silent_is_ended_and_the_rows_are_named(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    monkeypatch.setattr(workers, "SILENT_S", 1.0)
+    start = workers.Workers.__init__
+
+    def start_and_stop(self: workers.Workers, *args: Any) -> None:
+        start(self, *args)
+        os.kill(self.pids[0], signal.SIGSTOP)
+
+    monkeypatch.setattr(workers.Workers, "__init__", start_and_stop)
+    text = "a text that no pipe takes whole " * 5000 if long else "hello"
+    source = write(tmp_path / "a.jsonl", [{"text": text} for _ in range(4)])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the process .* said nothing for 1s and was ended; look at the"):
+        run(source, tmp_path / "s.parquet", target, 2)
+
+
+def test_a_worker_says_which_line_it_has_reached(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "BATCH_ROWS", 3)
+    lines = [json.dumps(row).encode() for row in rows(8)]
+    reached: list[int] = []
+    maker = parts.Maker(DataConfig(), TargetConfig(path=target))
+    maker.part(Chunk(tmp_path / "a.jsonl", list(range(11, 19)), lines), reached.append)
+    assert reached[0] >= 11 and len(reached) > 1 and reached == sorted(set(reached))
+
+
+ORPHAN = """
+import os, signal, sys
+from pathlib import Path
+from eyas.config import DataConfig, TargetConfig
+from eyas.data.parts import Chunk
+from eyas.data.workers import Workers
+data = DataConfig(samples=Path(sys.argv[2]))
+workers = Workers(1, data, TargetConfig(path=Path(sys.argv[1])))
+workers.submit(Chunk(Path("a"), [1], [b'{"text": "hello"}']), "0" * 32).result()
+(pid,) = workers.pids
+print(pid, flush=True)
+os.kill(pid, signal.SIGSTOP)  # at work, so to say: it does not look at the end of its pipe
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_die_with_who_started_them_also_at_work(tmp_path: Path, target: Path) -> None:
+    command = [sys.executable, "-c", ORPHAN, str(target), str(tmp_path / "s.parquet")]
+    pid = int(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout)
+    deadline = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = is_running(pid)
+    if left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def test_two_who_write_one_part_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    real = Path.open
+
+    def spy(self: Path, *args: Any, **more: Any) -> Any:
+        opened.append(self.name)
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(Path, "open", spy)
+    PartStore(tmp_path / "s.parquet").put("a" * 32, b"x")
+    assert opened == [f".{'a' * 32}.part.{os.getpid()}.tmp"] and parts.PART_NAME.fullmatch(opened[0])
 
 
 def test_the_same_lines_and_settings_are_nothing_to_do(tmp_path: Path, target: Path) -> None:

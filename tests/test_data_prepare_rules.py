@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from eyas.config import DataConfig, TargetConfig
 from eyas.data.length import fit
-from eyas.data.prepare import PrepareReceipt, prepare
+from eyas.data.prepare import prepare
+from eyas.data.prepare_receipt import PrepareReceipt
 from eyas.data.render import Renderer
 from eyas.data.report import Report, load_report, make_report, report_path
 from eyas.data.rules import Rules, thoughts
@@ -101,6 +103,12 @@ def test_an_option_that_the_template_never_uses_is_told(tmp_path: Path, target: 
         assert any(f"data.template_options.{name}: the template never" in line for line in receipt.lines()) is told
     used, _ = run(tmp_path, target, [chat("Hi", "Yo")], template_options={"loop": 1, "message": 1})
     assert used.unused_options == ("loop",)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_draft_vocabulary_has_at_least_one_token(size: int) -> None:
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        DataConfig(draft_vocab_sizes=(32, size))
 
 
 def test_what_cannot_fit_by_its_bytes_is_dropped_before_it_is_tokenised(

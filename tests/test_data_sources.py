@@ -179,6 +179,19 @@ def test_a_useless_row_is_dropped_with_its_reason_and_place(tmp_path: Path, reas
     assert bad.detail
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"text": "a", "text": "b"}',
+        '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x", "content": "y"}]}',
+        '{"text": "a", "meta": {"k": 1, "k": 1}}',
+    ],
+)
+def test_a_key_that_comes_twice_is_a_dropped_row(line: str) -> None:
+    (row,) = rows_of([(Where(Path("a"), 1), line.encode())])
+    assert isinstance(row, DroppedRow) and row.reason == "repeated_key" and "comes twice" in row.detail
+
+
 def test_lines_of_any_ending_blank_ones_and_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n   \n{"text": "b"}')

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.config import TargetConfig
+from eyas.data import beginnings
+from eyas.data.render import Renderer
 from eyas.data.rules import Rules
 from eyas.data.sources import GivenTokens, GivenTurns, Messages, PlainText, Reason, Row, Where
 from eyas.data.template import (
@@ -20,10 +22,8 @@ from eyas.data.template import (
     Masker,
     MaskMethod,
     Refused,
-    load_tokenizer,
-    template_digest,
-    tokenizer_digest,
 )
+from eyas.data.tokenizer import load_tokenizer, template_digest, tokenizer_digest
 from eyas.errors import ConfigError, DataError
 from eyas.records import digest_bytes
 from fixtures.data import small
@@ -553,3 +553,103 @@ def test_target_without_a_readable_tokeniser_is_one_clear_line(tmp_path: Path) -
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer\.json: cannot be read"):
         load_tokenizer(TargetConfig(path=tmp_path))
+
+
+class Counted:
+    """How many messages a tokeniser was asked to render."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_messages = 0
+        real = Renderer.text
+
+        def text(renderer: Renderer, messages: Any, tools: Any, **options: Any) -> str:
+            self.num_messages += len(messages)
+            return real(renderer, messages, tools, **options)
+
+        monkeypatch.setattr(Renderer, "text", text)
+
+
+def long_chat(num_turns: int, first: tuple[dict[str, Any], ...] = ()) -> Row:
+    turns = [turn for i in range(num_turns) for turn in (user(f"question {i}"), robot(f"answer {i}"))]
+    return chat(*first, *turns)
+
+
+@pytest.mark.parametrize("name", ["chatml", "tags", "wordy"])
+def test_work_grows_with_the_turns_and_the_masks_are_those_of_turn_by_turn(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = small.tokenizer(name)
+    row = long_chat(150, ({"role": "system", "content": "Be kind"},))
+    monkeypatch.setattr(beginnings, "MANY_TURNS", 1000)
+    turn_by_turn = mask_row(tokenizer, row)
+    monkeypatch.undo()
+    counted = Counted(monkeypatch)
+    found = mask_row(tokenizer, row)
+    assert len(found.samples) == len(turn_by_turn.samples) == 1
+    one, other = found.samples[0], turn_by_turn.samples[0]
+    assert isinstance(one, Masked) and isinstance(other, Masked) and len(one.turn_ends) == 150
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert (one.loss_spans, one.turn_ends, one.method) == (other.loss_spans, other.turn_ends, other.method)
+    assert found.counts == turn_by_turn.counts
+    # Turn by turn it is 45 thousand; and some ten turns are looked at in the whole.
+    assert counted.num_messages < 150 * 40 + 10 * 3 * 300
+
+
+def test_many_turns_of_a_template_that_rewrites_history_come_out_as_turn_by_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = small.tokenizer("think")
+    turns = [t for i in range(70) for t in (user(f"question {i}"), robot(f"<think>hm {i}</think>answer {i}"))]
+    counted = Counted(monkeypatch)
+    found = mask_row(tokenizer, chat(*turns))
+    num_messages = counted.num_messages
+    monkeypatch.setattr(beginnings, "MANY_TURNS", 1000)
+    assert each(tokenizer, found) == each(tokenizer, mask_row(tokenizer, chat(*turns)))
+    assert len(found.samples) == 70 and num_messages < 70 * 141 * 3
+
+
+def test_a_template_that_counts_messages_is_not_taken_for_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = small.tokenizer("chatml")
+    # What it writes before a message depends on how many there are: no two prefixes begin alike.
+    tokenizer.chat_template = "{{ messages | length }}" + small.template("chatml")
+    found = mask_row(tokenizer, long_chat(70))
+    monkeypatch.setattr(beginnings, "MANY_TURNS", 1000)
+    assert each(tokenizer, found) == each(tokenizer, mask_row(tokenizer, long_chat(70)))
+
+
+def test_tools_and_their_results_that_the_template_does_not_show_are_counted() -> None:
+    tools = ({"name": "find"},)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "find", "arguments": {"q": "x"}}]}
+    messages = (user("Hi"), call, {"role": "tool", "content": 'a "b"\n c'}, robot("Yo"))
+    shows_calls = "{{ messages[1].tool_calls | tojson if messages | length > 1 and messages[1].tool_calls }}"
+    template = small.template("chatml")
+    names = ("num_tools_not_shown", "num_tool_results_not_shown")
+    for tools_text, hide, expected in (
+        ("", "", (1, 0)),
+        ("{{ tools | tojson if tools }}", "", (0, 0)),
+        (
+            "{{ tools | tojson if tools }}",
+            "{% set messages = messages | rejectattr('role', 'equalto', 'tool') | list %}",
+            (0, 1),
+        ),
+    ):
+        tokenizer = small.tokenizer("chatml")
+        tokenizer.chat_template = hide + tools_text + shows_calls + template
+        counts = mask_row(tokenizer, chat(*messages, tools=tools)).counts
+        assert tuple(counts[name] for name in names) == expected, (tools_text, hide)
+    assert mask_row(small.tokenizer("chatml"), chat(user("Hi"), robot("Yo"))).counts["num_tools_not_shown"] == 0
+
+
+def test_a_message_of_weight_0_is_context_and_counted() -> None:
+    tokenizer = small.tokenizer("chatml")
+    first, second = robot("bad") | {"weight": 0}, robot("good") | {"weight": 1}
+    result = mask_row(tokenizer, chat(user("Hi"), first, user("So?"), second))
+    assert each(tokenizer, result) == [["good<|im_end|>"]]
+    assert "bad" in text_of(tokenizer, result.samples[0])
+    assert (result.counts["num_turns_left_out"], result.counts["num_turns_unweighted"]) == (1, 1)
+    last = mask_row(tokenizer, chat(user("Hi"), second, user("So?"), first))
+    assert each(tokenizer, last) == [["good<|im_end|>"]] and "So?" not in text_of(tokenizer, last.samples[0])
+    only_last = mask_row(tokenizer, chat(user("Hi"), second, user("So?"), first), rules=Rules(last_turn_only=True))
+    assert each(tokenizer, only_last) == [["good<|im_end|>"]]
+    nothing = mask(tokenizer, chat(user("Hi"), first))
+    assert isinstance(nothing, Refused) and nothing.reason is Reason.NO_ASSISTANT_TURN and "weight 0" in nothing.detail

@@ -193,7 +193,7 @@ def inspect(
 
     from eyas.data import inspect as view
     from eyas.data.table import SampleTable
-    from eyas.data.template import load_tokenizer
+    from eyas.data.tokenizer import load_tokenizer
 
     table = SampleTable.open(table_path)
     console = Console(highlight=False, soft_wrap=True)

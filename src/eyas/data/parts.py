@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,26 @@ import xxhash
 from eyas.config import DataConfig, TargetConfig
 from eyas.data.length import fit, surely_too_long
 from eyas.data.rules import THOUGHT_MARKERS, Rules, patterns
-from eyas.data.sources import DroppedRow, GivenTokens, GivenTurns, Messages, PlainText, Row, Where, rows_of
+from eyas.data.sources import (
+    DroppedRow,
+    GivenTokens,
+    GivenTurns,
+    Messages,
+    PlainText,
+    Row,
+    Where,
+    is_unweighted,
+    rows_of,
+)
 from eyas.data.spans import longest_token_bytes
 from eyas.data.split import script_of, split_of_ids, split_of_text
 from eyas.data.table import SCHEMA, batch_of
-from eyas.data.template import Masked, Masker, MaskMethod, Refused, load_tokenizer, target_text_digest, template_digest
+from eyas.data.template import Masked, Masker, MaskMethod, Refused
+from eyas.data.tokenizer import load_tokenizer, target_text_digest, template_digest
 from eyas.errors import DataError, OutOfSpace
 from eyas.records import Sample, canonical_json, digest_bytes
 
-CODE_VERSION = 2
+CODE_VERSION = 3
 """Rises when equal input gives another table than before."""
 CHUNK_BYTES = 4 << 20
 CHUNK_ROWS = 8192
@@ -49,7 +60,7 @@ MAX_DETAIL_CHARS = 200
 LANGUAGE_TOKENS = 512
 """Given token ids that are decoded to tell the language."""
 
-PART_NAME = re.compile(r"\.?[0-9a-f]{32}\.part(\.tmp)?")
+PART_NAME = re.compile(r"[0-9a-f]{32}\.part|\.[0-9a-f]{32}\.part\.(\d+\.)?tmp")
 METHODS = tuple(MaskMethod)
 
 _EXTRA_COLUMNS = [
@@ -201,12 +212,17 @@ class Maker:
         """What the table has to say about the target's chat template."""
         return AboutTemplate(template_digest(self.tokenizer), self.masker.uses_date)
 
-    def part(self, chunk: Chunk) -> tuple[bytes, Facts]:
-        """The part that the chunk becomes, and its facts; DataError for a damaged line."""
+    def part(self, chunk: Chunk, reached: Callable[[int], None] = lambda line: None) -> tuple[bytes, Facts]:
+        """The part that the chunk becomes, and its facts; DataError for a damaged line.
+
+        `reached` is told the line at which each batch of rows begins, before it is rendered.
+        """
         facts = Facts()
         samples: list[Sample] = []
         columns: dict[str, list[Any]] = {column.name: [] for column in _EXTRA_COLUMNS}
         for batch in self._batches(chunk, facts):
+            if batch:
+                reached(batch[0].where.line)
             for row, masked in zip(batch, self.masker.mask(batch), strict=True):
                 facts.counts["num_extra"] += len(masked.samples) - 1
                 facts.counts["num_retokenized"] += row.retokenized
@@ -277,7 +293,8 @@ def _surely_shown(row: Row) -> Iterator[str]:
         case PlainText(text):
             yield text
         case Messages(messages):
-            last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+            learned = (i for i, m in enumerate(messages) if m["role"] == "assistant" and not is_unweighted(m))
+            last = max(learned, default=0)
             for message in messages[:last]:
                 if message["role"] == "user":
                     yield message["content"]
@@ -370,7 +387,8 @@ class PartStore:
     def put(self, key: str, data: bytes) -> None:
         """Write a part, whole or not at all. It is a cache: its digest tells what a crash has left of it."""
         path = self.path(key)
-        temporary = path.with_name(f".{path.name}.tmp")
+        # Nobody else's: a worker of a run that was killed may still write.
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with temporary.open("wb") as file:

@@ -20,11 +20,10 @@ import dataclasses
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,23 +48,14 @@ from eyas.data.parts import (
     read_part,
     settings_of,
 )
+from eyas.data.prepare_receipt import PrepareReceipt
 from eyas.data.render import check_options
-from eyas.data.report import Report, load_report, make_report, write_report
+from eyas.data.report import load_report, make_report, write_report
 from eyas.data.rules import patterns
 from eyas.data.sources import Reason, Where
 from eyas.data.split import HELD_OUT
 from eyas.data.table import SampleTable, TableMetadata, TableWriter, samples_of
-from eyas.data.template import (
-    DETAILS,
-    NUM_CALLS_NOT_SHOWN,
-    NUM_EMPTY,
-    NUM_LEADING,
-    NUM_STOPPED_EARLIER,
-    NUM_THOUGHTS_NOT_SHOWN,
-    check_target,
-    tokenizer_digest,
-    unused_options,
-)
+from eyas.data.tokenizer import check_target, tokenizer_digest, unused_options
 from eyas.data.workers import Workers
 from eyas.errors import ConfigError, DataError
 from eyas.log import Progress, human_bytes, human_time
@@ -76,155 +66,6 @@ FEW_UNSUPERVISED = 10
 """So many rows without a supervised token say nothing about the template."""
 CHUNKS_AHEAD = 2
 """Chunks for each process that wait for it or for their turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareReceipt:
-    """What `prepare` did, or found done."""
-
-    path: Path
-    table: TableMetadata
-    """`num_input + num_extra = num_kept + sum(dropped)`."""
-    table_digest: str
-    table_bytes: int
-    examples: Mapping[str, tuple[Example, ...]]
-    """The first dropped rows of each reason; none where the table was there already."""
-    report: Report
-    details: Mapping[str, int]
-    """More about counts of the table, by `template.DETAILS`; none where the table was there already."""
-    unused_options: tuple[str, ...]
-    """Names in `data.template_options` that the template does not have."""
-    num_workers: int
-    """0: the table was there already."""
-    num_parts_reused: int
-    """Parts that a former run had made."""
-    wall_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """The receipt as JSON values."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("table", "report")}
-        examples = {reason: [dataclasses.asdict(e) for e in named] for reason, named in self.examples.items()}
-        return {
-            **dataclasses.asdict(self.table),
-            **values,
-            "path": str(self.path),
-            "examples": examples,
-            "report": self.report.to_json(),
-        }
-
-    def lines(self) -> list[str]:
-        """The receipt for people: law 1 first, then sizes, then what is worth knowing, then what was dropped."""
-        table = self.table
-        extra = f" + {table.num_extra:,} extra samples" if table.num_extra else ""
-        lines = [
-            f"{self.path}: {table.num_input:,} rows{extra} = {table.num_kept:,} kept"
-            f" + {sum(table.dropped.values()):,} dropped",
-            f"{table.num_tokens:,} tokens, {table.num_supervised:,} supervised "
-            f"({table.num_supervised / table.num_tokens:.1%}), {human_bytes(self.table_bytes)}, {self._pace()}",
-            f"masks: {', '.join(f'{name} {count:,}' for name, count in table.mask_methods.items())}",
-            *(_unused_option(name) for name in self.unused_options),
-            *_about_template(table, self.details),
-            *_about_rules(table),
-        ]
-        for reason, count in sorted(table.dropped.items(), key=lambda item: (-item[1], item[0])):
-            lines.append(f"dropped {count:,} {reason}")
-            lines += [f"  {example.where}: {example.detail}" for example in self.examples.get(reason, ())]
-        lines += self.report.lines()
-        lines.append(f"table {self.table_digest}  tokenizer {table.tokenizer_digest}  template {table.template_digest}")
-        return lines
-
-    def _pace(self) -> str:
-        if not self.num_workers:
-            return "nothing to do: same lines, same settings"
-        rate = self.table.num_tokens / self.wall_s if self.wall_s else 0.0
-        pace = f"{human_time(self.wall_s)}, {rate:,.0f} tokens/s"
-        if self.num_workers > 1:
-            pace += f", {self.num_workers} processes"
-        if self.num_parts_reused:
-            pace += f", {self.num_parts_reused:,} parts of a former run"
-        return pace
-
-
-def _unused_option(name: str) -> str:
-    return f"attention: data.template_options.{name}: the template never uses this name; is it spelled right?"
-
-
-def _about_template(table: TableMetadata, details: Mapping[str, int]) -> list[str]:
-    lines = []
-    exact = not (table.num_turns_left_out or table.num_turns_changed or any(details.values()))
-    if table.num_rewritten:
-        share = table.num_repeated_tokens / table.num_tokens
-        lines.append(
-            f"template: rewrites history in {table.num_rewritten:,} conversations: {table.num_extra:,} extra samples, "
-            f"which repeat {table.num_repeated_tokens:,} context tokens ({share:.1%} of all)"
-        )
-    elif exact and any(method in table.mask_methods for method in ("prefix_render", "generation_tags")):
-        lines.append(
-            "template: EXACT, one rendering shows every turn of a conversation as it was asked for and written"
-        )
-    if table.num_turns_composed:
-        lines.append(
-            f"{table.num_turns_composed:,} turns are put together of their prompt and their own words: the template "
-            "has no rendering with both"
-        )
-    lines += _left_out_lines(table, details)
-    if table.num_turns_without_thought:
-        lines.append(
-            f"{table.num_turns_without_thought:,} turns come without thoughts and get an empty one from the template, "
-            "as if the target had written it; answered without thinking? set "
-            "data.template_options.enable_thinking=false"
-        )
-    if table.num_straddling:
-        lines.append(f"{table.num_straddling:,} ends of turns fall inside a token; that token is not supervised")
-    if table.num_retokenized:
-        lines.append(
-            f"{table.num_retokenized:,} rows ({table.num_retokenized / table.num_input:.1%}) had their answers "
-            "tokenised again: their server gave no token ids"
-        )
-    if table.date:
-        lines.append(f"the template writes the date into the prompt: {table.date}, by data.date")
-    return lines
-
-
-def _left_out_lines(table: TableMetadata, details: Mapping[str, int]) -> list[str]:
-    lines = []
-    parts = [
-        (NUM_CALLS_NOT_SHOWN, "assistant turns are left out: the template does not show their tool calls"),
-        (NUM_EMPTY, "assistant turns are left out: they are empty"),
-        (NUM_LEADING, "assistant turns are left out: they begin the conversation and answer nothing"),
-    ]
-    lines += [f"{details[name]:,} {text}" for name, text in parts if details.get(name)]
-    if others := table.num_turns_left_out - sum(details.get(name, 0) for name, _ in parts):
-        why = "no rendering shows them as they were asked for and written"
-        if not details:
-            why += ", or they are empty or answer nothing"
-        lines.append(f"{others:,} assistant turns are context only: {why}")
-    parts = [
-        (NUM_THOUGHTS_NOT_SHOWN, "turns are supervised without their thoughts: the template does not show those"),
-        (NUM_STOPPED_EARLIER, "turns are supervised up to the first stop token: the row has text after it"),
-    ]
-    lines += [f"{details[name]:,} {text}" for name, text in parts if details.get(name)]
-    if others := table.num_turns_changed - sum(details.get(name, 0) for name, _ in parts):
-        lines.append(
-            f"{others:,} turns are supervised as the template shows them, not in the row's very words (trimmed, say)"
-        )
-    return lines
-
-
-def _about_rules(table: TableMetadata) -> list[str]:
-    lines = []
-    if table.num_turns_skipped:
-        lines.append(f"last_turn_only: {table.num_turns_skipped:,} earlier turns are context")
-    if not table.reasoning:
-        lines.append(f"reasoning off: {table.num_reasoning_tokens:,} tokens of thoughts are context")
-    if table.ignore:
-        lines.append(f"ignore: {table.num_ignored_tokens:,} tokens are context")
-    if table.num_cut:
-        lines.append(
-            f"too_long={table.too_long}: {table.num_cut:,} samples shortened to {table.max_tokens:,} tokens, "
-            f"{table.num_cut_tokens:,} tokens lost"
-        )
-    return lines
 
 
 def prepare(data: DataConfig, target: TargetConfig, progress: Progress) -> PrepareReceipt:
@@ -239,6 +80,8 @@ def prepare(data: DataConfig, target: TargetConfig, progress: Progress) -> Prepa
         raise ConfigError("data.sources is not set; name at least one file of conversations")
     if data.samples is None:
         raise ConfigError("data.samples is not set; name the sample table to be written, samples.parquet say")
+    if not data.samples.name or data.samples.is_dir():
+        raise ConfigError(f"data.samples: {data.samples} is a directory; name the file to be written in it")
     sources = find_files(data.sources, field="data.sources")
     if data.samples.resolve() in {path.resolve() for path in sources}:
         raise ConfigError(f"data.samples: {data.samples} is one of data.sources")
@@ -426,9 +269,8 @@ class _Run:
                     num_repeated_tokens += whole.num_tokens - whole.num_supervised if extra else 0
                 number += 1
             self.progress.show(f"prepare: writing the table, sample {number:,} of {len(first_of):,}")
-        counts = {name: count for name, count in facts.counts.items() if name not in DETAILS}
         metadata = TableMetadata(
-            **counts,
+            **facts.counts,
             tokenizer_digest=tokenizer_digest(self.directory),
             template_digest=self._about.digest,
             num_input=facts.num_input,
@@ -476,7 +318,6 @@ class _Run:
             table_bytes=table.path.stat().st_size,
             examples={reason: tuple(named) for reason, named in examples.items()},
             report=report,
-            details={name: self._facts.counts[name] for name in DETAILS if self._facts.counts[name]},
             unused_options=unused_options(self.directory, self.data.template_options),
             num_workers=self.num_workers,
             num_parts_reused=self._num_reused,

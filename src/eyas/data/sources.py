@@ -65,6 +65,8 @@ class Reason(StrEnum):
     UNKNOWN_ROLE = "unknown_role"
     NON_TEXT_CONTENT = "non_text_content"
     """Images, audio and the like."""
+    REPEATED_KEY = "repeated_key"
+    """An object that has a key twice: which of the two is meant is unknown."""
     EMPTY_CONVERSATION = "empty_conversation"
     EMPTY_TEXT = "empty_text"
     NO_ASSISTANT_TURN = "no_assistant_turn"
@@ -162,6 +164,12 @@ class DroppedRow:
     detail: str
 
 
+def is_unweighted(message: Mapping[str, Any]) -> bool:
+    """Whether a message says that nothing is to be learned from it, as fine-tuning files do."""
+    weight = message.get("weight")
+    return isinstance(weight, int | float) and weight == 0
+
+
 class Drop(Exception):
     """A row that is readable, but no conversation."""
 
@@ -205,7 +213,7 @@ def _row(where: Where, line: bytes) -> Row:
 
 def _parse(where: Where, line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"), object_pairs_hook=once_each)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: invalid UTF-8 at byte {error.start} of the line") from None
     except json.JSONDecodeError as error:
@@ -216,6 +224,16 @@ def _parse(where: Where, line: bytes) -> Any:
     except ValueError as error:
         # A number with thousands of digits: JSON by the letter, no number by any measure.
         raise DataError(f"{where}: broken JSON: {error}") from None
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these fields; Drop where a key comes twice."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise Drop(Reason.REPEATED_KEY, f"'{twice[:50]}' comes twice in one object")
+    return value
 
 
 def _content(value: dict[str, Any]) -> Content:

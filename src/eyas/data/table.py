@@ -103,7 +103,19 @@ class TableMetadata:
     num_straddling: int = 0
     """Ends of turns that fell inside a token; that token is not supervised."""
     num_turns_left_out: int = 0
-    """Assistant turns that are context only: no rendering shows them as they were asked for and written."""
+    """Assistant turns that are context only: no rendering shows them as they were asked for and written, or for one of
+    the reasons that follow."""
+    num_turns_leading: int = 0
+    """They begin the conversation and answer nothing."""
+    num_turns_empty: int = 0
+    num_turns_without_calls: int = 0
+    """The template does not show their tool calls."""
+    num_turns_unweighted: int = 0
+    """Their message says `weight: 0`."""
+    num_tools_not_shown: int = 0
+    """Conversations with `tools` that make no difference to the prompt."""
+    num_tool_results_not_shown: int = 0
+    """Messages of tools whose content the template does not show."""
     num_rewritten: int = 0
     """Conversations that needed more than one rendering, because the template rewrites history."""
     num_repeated_tokens: int = 0
@@ -112,6 +124,10 @@ class TableMetadata:
     """Turns put together of their prompt and their own words, because no rendering has both."""
     num_turns_changed: int = 0
     """Turns whose text the template changes (trims, say): it is supervised as the template shows it."""
+    num_thoughts_not_shown: int = 0
+    """Of these, turns that are supervised without their thoughts: the template does not show those."""
+    num_turns_stopped_earlier: int = 0
+    """Of these, turns that are supervised up to their first stop token: the row has text after it."""
     num_turns_without_thought: int = 0
     """Turns to which the template adds an empty thought, supervised as if the target had written it."""
     last_turn_only: bool = False

@@ -27,8 +27,9 @@ it has stopped: where a stop token stands earlier in a turn, supervision ends th
 away.
 
 **What is not shown.** A turn with tool calls of which the template shows no name or no argument is context only, and so
-is an empty answer and one that begins the conversation. A thought that is not shown is counted; its answer is
-supervised.
+is an empty answer, one that begins the conversation, and one whose message has `weight` 0. A thought that is not shown
+is counted; its answer is supervised. Tools that make no difference to the prompt, and results of tools that do not
+stand in the rendering, are counted.
 
 **Tokens across a boundary.** A token with characters from both sides of a turn's start belongs to the prompt, since
 the target never wrote it; one across the end of the content belongs to the template. Each such boundary is counted, as
@@ -41,8 +42,6 @@ a turn whose boundary falls inside a token is context only there. Letters: `T` t
 from __future__ import annotations
 
 import datetime
-import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,54 +52,32 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eyas.config import TargetConfig
+from eyas.data.beginnings import MANY_TURNS, NUM_TRIED_TURNS, PROBE, Renders
 from eyas.data.render import DEFAULT_DATE, TEMPLATE_ERRORS, Renderer, Tokenizer, template_text, with_objects
-from eyas.data.rules import EMPTY_THOUGHT, Rules, opens_thought, thoughts
-from eyas.data.sources import GivenTokens, GivenTurns, Messages, PlainText, Reason, Row
+from eyas.data.rules import Rules, opens_thought
+from eyas.data.shown import (
+    NUM_CALLS_NOT_SHOWN,
+    NUM_LEADING,
+    NUM_RESULTS_NOT_SHOWN,
+    NUM_STOPPED_EARLIER,
+    NUM_TOOLS_NOT_SHOWN,
+    NUM_UNWEIGHTED,
+    calls_of,
+    is_empty,
+    leave_out,
+    look_at,
+    num_results_not_shown,
+    thought_of,
+    why_unseen,
+)
+from eyas.data.sources import GivenTokens, GivenTurns, Messages, PlainText, Reason, Row, is_unweighted
 from eyas.data.spans import Cut, FastTokens, SlowTokens, Tokens, View, decoded_view, decoder_of
-from eyas.errors import ConfigError, DataError
-from eyas.records import Span, TokenIds, digest_bytes, spans_of
+from eyas.data.tokenizer import read_json
+from eyas.errors import DataError
+from eyas.records import Span, TokenIds, spans_of
 
-PROBE = "eyasprobe"
-"""An answer that no template has reason to change."""
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Where messages carry thoughts apart from the answer."""
-NUM_LEADING = "num_turns_leading"
-NUM_EMPTY = "num_turns_empty"
-NUM_CALLS_NOT_SHOWN = "num_turns_without_calls"
-"""Why turns of `num_turns_left_out` are context only."""
-NUM_THOUGHTS_NOT_SHOWN = "num_thoughts_not_shown"
-NUM_STOPPED_EARLIER = "num_turns_stopped_earlier"
-"""What is changed about turns of `num_turns_changed`."""
-DETAILS = (NUM_LEADING, NUM_EMPTY, NUM_CALLS_NOT_SHOWN, NUM_THOUGHTS_NOT_SHOWN, NUM_STOPPED_EARLIER)
-"""Counts that the receipt tells and the table does not: there they are part of other counters."""
-MANY_TURNS, NUM_TRIED_TURNS = 64, 8
-"""Conversations with more turns are dropped by their whole rendering; so many turns tell that it shows all of them."""
 MAX_CACHED_TAILS = 4096
 MAX_TAIL_CHARS = 256
-MAX_KEPT_CHARS = 16 << 20
-"""Renderings of one conversation that are remembered; beyond it they are made again."""
-
-_TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tokenization_*.py",
-)
-_TEMPLATE_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-)
 
 
 class MaskMethod(StrEnum):
@@ -166,8 +143,8 @@ class Masker:
         rendered turn by turn when they are longer; 0 for none.
         """
         self._drop_above = drop_above
-        config = _read_json(directory / "config.json")
-        generation = _read_json(directory / "generation_config.json")
+        config = read_json(directory / "config.json")
+        generation = read_json(directory / "generation_config.json")
         self.directory = directory
         self._tokenizer = tokenizer
         self._rules = rules
@@ -272,28 +249,34 @@ class Masker:
         messages, turns = _turns(content)
         if not turns:
             return Refused(Reason.NO_ASSISTANT_TURN, "the only assistant turn answers nothing")
-        if all(_is_empty(messages[i]) for i in turns):
+        if all(is_empty(messages[i]) for i in turns):
             return Refused(Reason.NO_ASSISTANT_TURN, "every answer is empty")
         objects = with_objects(messages)
         try:
-            return self._plan_turns(_Renders(self._renderer, objects, content.tools), turns)
+            return self._plan_turns(Renders(self._renderer, objects, content.tools), turns)
         except TEMPLATE_ERRORS as error:
             refusal = Refused(Reason.TEMPLATE_ERROR, f"{type(error).__name__}: {error}")
         if objects != tuple(messages):
             # Some templates write the arguments of calls as they are and need text.
             try:
-                return self._plan_turns(_Renders(self._renderer, messages, content.tools), turns)
+                return self._plan_turns(Renders(self._renderer, messages, content.tools), turns)
             except TEMPLATE_ERRORS:
                 pass
         return refusal
 
-    def _plan_turns(self, renders: _Renders, turns: list[int]) -> _Plan | Refused:
+    def _plan_turns(self, renders: Renders, turns: list[int]) -> _Plan | Refused:
         """The renderings that together show each turn once. Whatever the template says to the whole is raised."""
-        wanted = turns[-1:] if self._rules.last_turn_only else turns
-        counts: Counter[str] = Counter(num_turns_skipped=len(turns) - len(wanted))
-        if renders.messages[0]["role"] == "assistant" and wanted is turns:
-            _leave_out(counts, NUM_LEADING)
+        weighted = [i for i in turns if not is_unweighted(renders.messages[i])]
+        if not weighted:
+            return Refused(Reason.NO_ASSISTANT_TURN, "every assistant message has weight 0")
+        wanted = weighted[-1:] if self._rules.last_turn_only else weighted
+        counts: Counter[str] = Counter(num_turns_skipped=len(weighted) - len(wanted))
+        if not self._rules.last_turn_only:
+            if renders.messages[0]["role"] == "assistant":
+                leave_out(counts, NUM_LEADING)
+            leave_out(counts, NUM_UNWEIGHTED, len(turns) - len(weighted))
         renders.up_to(turns[-1])
+        counts[NUM_TOOLS_NOT_SHOWN] = int(renders.hides_tools(wanted[0]))
         if refused := self._surely_too_long(renders, wanted):
             return refused
         tags = self._renderer.has_tags(renders.tools)
@@ -303,25 +286,27 @@ class Masker:
         unseen: Counter[str] = Counter()
         while missing:
             last = missing[-1]
-            whole = renders.shows(last, last) and renders.up_to(last)
-            if whole:
-                shown = [i for i in missing if i == last or renders.shows(i, last)]
+            shown = renders.shown(missing, with_begins=tags)
+            if shown:
+                whole = renders.up_to(last)
                 missing = [i for i in missing if i not in shown]
                 seen = []
-                for i in shown:
-                    span = len(renders.before(i)), len(renders.up_to(i))
-                    why = _look_at(renders.messages[i], whole, span, counts)
+                for i, place in shown.items():
+                    span = place.start, place.end
+                    why = look_at(renders.messages[i], whole, span, counts)
                     if why:
                         unseen[why] += 1
                     else:
-                        seen.append((i, span))
+                        seen.append((place.begin, span))
                 if not seen:
                     continue
+                if not renderings:
+                    counts[NUM_RESULTS_NOT_SHOWN] = num_results_not_shown(renders.messages[:last], whole)
                 spans = [span for _, span in seen]
                 rendering = _Rendering(whole, spans, MaskMethod.PREFIX_RENDER)
                 if tags:
                     marked = self._renderer.tagged(renders.messages[: last + 1], renders.tools)
-                    begins = [renders.begin(i, whole) for i, _ in seen]
+                    begins = [begin for begin, _ in seen]
                     rendering = _Rendering(whole, spans, MaskMethod.GENERATION_TAGS, marked, begins)
                 renderings.append(rendering)
                 continue
@@ -329,13 +314,15 @@ class Masker:
             composed = self._compose(renders, last)
             if composed is None:
                 left_out.append(last)
-            elif why := _why_unseen(renders.messages[last], composed.text, composed.turns[0], counts):
+            elif why := why_unseen(renders.messages[last], composed.text, composed.turns[0], counts):
                 unseen[why] += 1
             else:
                 counts["num_turns_composed"] += 1
+                if not renderings:
+                    counts[NUM_RESULTS_NOT_SHOWN] = num_results_not_shown(renders.messages[:last], composed.text)
                 renderings.append(composed)
         for why, num_turns in unseen.items():
-            _leave_out(counts, why, num_turns)
+            leave_out(counts, why, num_turns)
         if not renderings and unseen[NUM_CALLS_NOT_SHOWN]:
             return Refused(Reason.NOT_SHOWN, "the template does not show the tool calls of its assistant turns")
         if not renderings and not left_out:
@@ -350,7 +337,7 @@ class Masker:
         counts["num_rewritten"] += len(renderings) + len(left_out) > 1
         return _Plan(renderings, counts)
 
-    def _surely_too_long(self, renders: _Renders, turns: list[int]) -> Refused | None:
+    def _surely_too_long(self, renders: Renders, turns: list[int]) -> Refused | None:
         """Refuse a long conversation by its whole rendering, where that shows each of some turns exactly.
 
         Turn by turn the work grows with the square of the number of turns.
@@ -358,7 +345,7 @@ class Masker:
         last = turns[-1]
         message = renders.messages[last]
         # The last turn is surely supervised, so that its sample is longer than its prompt.
-        plain = bool(message["content"].strip()) and not _calls_of(message)
+        plain = bool(message["content"].strip()) and not calls_of(message)
         if not self._drop_above or len(turns) <= MANY_TURNS or not plain:
             return None
         num_tokens = len(self._encode(renders.before(last)))
@@ -368,7 +355,7 @@ class Masker:
             return None
         return Refused(Reason.TOO_LONG, f"over {num_tokens:,} tokens, data.max_tokens is {self._drop_above:,}")
 
-    def _compose(self, renders: _Renders, turn: int) -> _Rendering | None:
+    def _compose(self, renders: Renders, turn: int) -> _Rendering | None:
         """Prompt and answer put together, where it can be told how the answer was written."""
         try:
             before = renders.before(turn)
@@ -382,7 +369,7 @@ class Masker:
         if markers is None or self._suffix is None or message.get("tool_calls"):
             return None
         opening, closing = markers
-        content, thought = message["content"], _thought_of(message)
+        content, thought = message["content"], thought_of(message)
         if closing in content:
             written = content
             if content.lstrip().startswith(opening):
@@ -577,65 +564,6 @@ class _Plan:
     counts: Counter[str]
 
 
-class _Renders:
-    """Renderings of the beginnings of one conversation, remembered as far as that is cheap."""
-
-    def __init__(self, renderer: Renderer, messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> None:
-        self.messages = messages
-        self.tools = tools
-        self._renderer = renderer
-        self._kept: dict[tuple[int, bool], str] = {}
-        self._kept_chars = 0
-
-    def before(self, turn: int) -> str:
-        """The prompt that asks for the turn."""
-        return self._text(turn, True)
-
-    def up_to(self, turn: int) -> str:
-        """The messages up to the turn, itself included."""
-        return self._text(turn + 1, False)
-
-    def begin(self, turn: int, whole: str) -> int:
-        """Where the turn's message begins in `whole`, which shows it exactly: if possible, before its header."""
-        try:
-            without_prompt = self._text(turn, False)
-        except TEMPLATE_ERRORS:
-            return len(self.before(turn))
-        return len(without_prompt) if whole.startswith(without_prompt) else len(self.before(turn))
-
-    def written(self, turn: int) -> str:
-        """What follows the generation prompt where the turn is rendered last; empty where that cannot be told."""
-        without_prompt, before, up_to = self._text(turn, False), self.before(turn), self.up_to(turn)
-        header = before.removeprefix(without_prompt)
-        if not before.startswith(without_prompt) or not header:
-            return ""
-        # The same messages with another answer: what both renderings begin with is not the answer's.
-        message = self.messages[turn]
-        other = message | {key: f"{PROBE} {len(up_to)}" for key in ("content", *THOUGHT_KEYS) if message.get(key)}
-        probe = self._renderer.text([*self.messages[:turn], other], self.tools)
-        place = up_to.rfind(header, 0, _num_common(up_to, probe))
-        return up_to[place + len(header) :] if place >= 0 else ""
-
-    def shows(self, turn: int, last: int) -> bool:
-        """Whether the rendering up to `last` shows the turn as it was asked for and written."""
-        try:
-            before, up_to = self.before(turn), self.up_to(turn)
-            whole = self.up_to(last)
-        except TEMPLATE_ERRORS:
-            return False
-        return len(before) < len(up_to) and whole.startswith(before) and whole.startswith(up_to)
-
-    def _text(self, num_messages: int, prompt: bool) -> str:
-        key = num_messages, prompt
-        if (known := self._kept.get(key)) is not None:
-            return known
-        text = self._renderer.text(self.messages[:num_messages], self.tools, add_generation_prompt=prompt)
-        if self._kept_chars + len(text) <= MAX_KEPT_CHARS:
-            self._kept[key] = text
-            self._kept_chars += len(text)
-        return text
-
-
 def _begins_with(whole: TokenIds, turn: tuple[TokenIds, TokenIds]) -> bool:
     prompt, answer = turn
     end = len(prompt) + len(answer)
@@ -643,198 +571,11 @@ def _begins_with(whole: TokenIds, turn: tuple[TokenIds, TokenIds]) -> bool:
     return bool(same and np.array_equal(whole[len(prompt) : end], answer))
 
 
-def _leave_out(counts: Counter[str], why: str, num_turns: int = 1) -> None:
-    counts["num_turns_left_out"] += num_turns
-    counts[why] += num_turns
-
-
-def _look_at(message: Mapping[str, Any], whole: str, span: tuple[int, int], counts: Counter[str]) -> str:
-    """Count what the template changes in a turn that it shows; why the turn is context only, empty where it is not."""
-    start, end = span
-    why = _why_unseen(message, whole, span, counts)
-    if why:
-        return why
-    # Thoughts may begin in the prompt.
-    around = whole[max(0, start - 64) : end]
-    content = message["content"]
-    if content not in around:
-        counts["num_turns_changed"] += 1
-    if _thought_of(message) or next(thoughts(content), None):
-        return ""
-    empty = EMPTY_THOUGHT.search(around)
-    if empty is not None and empty.end() > min(start, 64):
-        counts["num_turns_without_thought"] += 1
-    return ""
-
-
-def _why_unseen(message: Mapping[str, Any], whole: str, span: tuple[int, int], counts: Counter[str]) -> str:
-    """The counter of turns that must not be supervised as they are shown: without their calls, or with nothing."""
-    start, end = span
-    content = message["content"]
-    calls = _calls_of(message)
-    if calls:
-        # What the answer says about a function is not its call.
-        written = whole[start:end].replace(content, "", 1) if content else whole[start:end]
-        if not all(_shows_call(written, call) for call in calls):
-            return NUM_CALLS_NOT_SHOWN
-    thought = _thought_of(message)
-    if thought and _words(thought) not in _words(whole[max(0, start - 64) : end]):
-        if not content.strip() and not calls:
-            return NUM_EMPTY
-        counts["num_turns_changed"] += 1
-        counts[NUM_THOUGHTS_NOT_SHOWN] += 1
-    return NUM_EMPTY if _is_empty(message) else ""
-
-
-def _is_empty(message: Mapping[str, Any]) -> bool:
-    return not (message["content"].strip() or _calls_of(message) or _thought_of(message))
-
-
-def _words(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _calls_of(message: Mapping[str, Any]) -> list[Any]:
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        calls = [calls]
-    return [*calls, message["function_call"]] if message.get("function_call") else list(calls)
-
-
-def _shows_call(written: str, call: Any) -> bool:
-    """Whether a rendering has the call's function, by name or by id, and something of its arguments."""
-    if not isinstance(call, dict):
-        return (call if isinstance(call, str) else json.dumps(call)) in written
-    function = call["function"] if isinstance(call.get("function"), dict) else call
-    names = [name for name in (function.get("name"), call.get("id")) if isinstance(name, str) and name]
-    if names and not any(name in written for name in names):
-        return False
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return arguments.strip() in written
-    if not isinstance(arguments, dict) or not arguments:
-        return bool(names)
-    texts = [text for key, value in arguments.items() for text in (key, value)]
-    forms = [form for text in texts for form in (str(text), json.dumps(text), json.dumps(text, ensure_ascii=False))]
-    return any(form in written for form in forms if form)
-
-
-def _num_common(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _thought_of(message: Mapping[str, Any]) -> str:
-    for key in THOUGHT_KEYS:
-        if isinstance(message.get(key), str) and message[key].strip():
-            return str(message[key])
-    return ""
-
-
-def check_target(target: TargetConfig) -> Path:
-    """The target's directory; ConfigError when none is named, DataError when it has no tokeniser."""
-    if target.path is None:
-        raise ConfigError("target.path is not set; name the directory of the target model")
-    if not target.path.is_dir():
-        raise ConfigError(f"target.path: {target.path} is not a directory")
-    if not tokenizer_files(target.path):
-        raise DataError(f"{target.path}: no tokenizer.json or other tokeniser file")
-    return target.path
-
-
-def load_tokenizer(target: TargetConfig) -> Tokenizer:
-    """The target's tokeniser; ConfigError when no directory is named, DataError when it holds none that can be read."""
-    directory = check_target(target)
-    for file in tokenizer_files(directory):
-        # The tokeniser's own parser raises a bare Exception on broken JSON.
-        if file.suffix == ".json":
-            try:
-                json.loads(file.read_bytes())
-            except (OSError, ValueError) as error:
-                raise DataError(f"{file}: cannot be read: {error}") from None
-    # Imported here: it takes seconds, and most commands need none of it.
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(target.path), trust_remote_code=target.trust_remote_code, local_files_only=True
-        )
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(f"{target.path}: its tokeniser cannot be loaded: {reason}") from None
-
-
-def tokenizer_files(directory: Path) -> list[Path]:
-    """The files that decide how text becomes tokens: `tokenizer.json`, or lacking it all others, by name."""
-    whole = directory / "tokenizer.json"
-    if whole.is_file():
-        return [whole]
-    return sorted({file for pattern in _TOKENIZER_FILES for file in directory.glob(pattern) if file.is_file()})
-
-
-def tokenizer_digest(directory: Path) -> str:
-    """xxh3-128 over `tokenizer.json`, or over name and bytes of all tokeniser files where there is none."""
-    files = tokenizer_files(directory)
-    if [file.name for file in files] == ["tokenizer.json"]:
-        return digest_bytes(files[0].read_bytes())
-    return digest_bytes(*(part for file in files for part in (file.name.encode() + b"\0", file.read_bytes())))
-
-
-def target_text_digest(directory: Path) -> str:
-    """xxh3-128 over all files of the target that decide what a row becomes; found without loading any of them."""
-    others = {file for pattern in _TEMPLATE_FILES for file in directory.glob(pattern) if file.is_file()}
-    parts = (part for file in sorted(others) for part in (str(file.relative_to(directory)), _digest_of(file)))
-    return digest_bytes(*(part.encode() + b"\0" for part in (tokenizer_digest(directory), *parts)))
-
-
-def unused_options(directory: Path, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names that no file with a chat template of the target has; told without loading the tokeniser."""
-    texts = [
-        # In JSON a line feed before a name would look like a letter of it.
-        file.read_text("utf-8", errors="replace").replace("\\n", " ").replace("\\t", " ")
-        for pattern in _TEMPLATE_FILES
-        if "config.json" not in pattern or pattern == "tokenizer_config.json"
-        for file in directory.glob(pattern)
-        if file.is_file()
-    ]
-    return tuple(name for name in options if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts))
-
-
-def _digest_of(file: Path) -> str:
-    return digest_bytes(file.read_bytes())
-
-
-def template_digest(tokenizer: Tokenizer) -> str:
-    """xxh3-128 over the chat template's text; empty when there is none."""
-    text = template_text(tokenizer)
-    return digest_bytes(text.encode()) if text else ""
-
-
 def _turns(content: Messages) -> tuple[list[dict[str, Any]], list[int]]:
     """The messages up to the last assistant turn, and the positions of the assistant turns that answer something."""
     assistant = [i for i, message in enumerate(content.messages) if message["role"] == "assistant"]
     # What comes after the last answer cannot have moved it, but a template may render that answer otherwise then.
     return list(content.messages[: assistant[-1] + 1]), [i for i in assistant if i > 0]
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
-    return value if isinstance(value, dict) else {}
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int:

@@ -1,13 +1,15 @@
-"""Processes that make parts: one tokeniser each, fed in order, and a process that dies is an error at once.
+"""Processes that make parts: one tokeniser each, fed in order; one that dies or falls silent is an error that says so.
 
 Each is `python -m eyas.data.workers` with a pipe to it and one back, so nothing of the caller is imported again and
-nothing is pickled. A request is three frames (where the part goes, which chunk, its lines), a reply is one; a frame is
-8 bytes length (little-endian) and as many bytes. A worker ends when its input does, also when we were killed.
+nothing is pickled. A request is three frames (where the part goes, which chunk, its lines), a reply is one, and before
+it come some that say which line the worker has reached; a frame is 8 bytes length (little-endian) and as many bytes. A
+worker ends when its input does, and is killed when we are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -15,17 +17,22 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from eyas.config import DataConfig, TargetConfig
-from eyas.data.parts import AboutTemplate, Chunk, Facts, Maker, PartStore
+from eyas.data.parts import BATCH_ROWS, AboutTemplate, Chunk, Facts, Maker, PartStore
 from eyas.errors import ConfigError, DataError, EyasError
+from eyas.log import human_time
 
 END_TIMEOUT_S = 10.0
+SILENT_S = 900.0
+"""What loading the tokeniser, or some dozen rows, may take; nobody waits longer for a process that says nothing."""
+PR_SET_PDEATHSIG = 1
 
 
 class Workers:
@@ -80,38 +87,69 @@ class Workers:
 
 class _Worker:
     def __init__(self, settings: bytes) -> None:
-        command = [sys.executable, "-P", "-m", __name__]
+        command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
         # The tokenisers library has threads of its own: one process is one core here.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         assert self.process.stdin is not None and self.process.stdout is not None
         self._requests, self._replies = self.process.stdin, self.process.stdout
         self._settings: bytes | None = settings
+        self._silent = False
 
     def make(self, chunk: Chunk, key: str) -> tuple[Facts, AboutTemplate]:
+        line = chunk.numbers[0]
+        reply = None
         try:
-            if self._settings is not None:
-                _write(self._requests, self._settings)
-                self._settings = None
             head = {"key": key, "path": str(chunk.path), "numbers": chunk.numbers, "sizes": [*map(len, chunk.lines)]}
-            _write(self._requests, _json(head))
-            _write(self._requests, b"".join(chunk.lines))
-            reply = _read(self._replies)
+            with self._watched():
+                if self._settings is not None:
+                    _write(self._requests, self._settings)
+                    self._settings = None
+                _write(self._requests, _json(head))
+                _write(self._requests, b"".join(chunk.lines))
+            while (reply := self._heard()) is not None and "at" in reply:
+                line = reply["at"]
         except (OSError, ValueError):
             # ValueError: the pipe was closed, because the run ends.
             reply = None
         if reply is None:
             code = self.process.wait()
+            if self._silent:
+                raise DataError(
+                    f"{chunk.path}:{line}: the process that tokenises the lines from here on said nothing for "
+                    f"{human_time(SILENT_S)} and was ended; look at the next {BATCH_ROWS} rows, take out what no "
+                    "template can be meant for, and run the same command again, it goes on from here"
+                )
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; out of memory? fewer data.workers need less" if code == -signal.SIGKILL else ""
             raise DataError(
                 f"{chunk.path}:{chunk.numbers[0]}: the process that tokenised the lines from here on {how}{hint}; "
                 "run the same command again, it goes on from here"
             )
-        value = json.loads(reply)
-        if "error" in value:
-            raise _error(value["kind"], value["error"])
-        return Facts.from_json(value["facts"].encode()), AboutTemplate(**value["about"])
+        if "error" in reply:
+            raise _error(reply["kind"], reply["error"])
+        return Facts.from_json(reply["facts"].encode()), AboutTemplate(**reply["about"])
+
+    def _heard(self) -> dict[str, Any] | None:
+        """The next thing that the process says; None where it ended, or was ended because it says nothing."""
+        with self._watched():
+            frame = _read(self._replies)
+        return None if frame is None else json.loads(frame)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Whoever waits within for the process waits `SILENT_S` at most."""
+        timer = threading.Timer(SILENT_S, self._end_silent)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _end_silent(self) -> None:
+        self._silent = True
+        self.process.kill()
 
     def close(self, *, kill: bool) -> None:
         if kill:
@@ -162,13 +200,16 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     maker: Maker | None = None
     while (head := _read(requests)) is not None and (lines := _read(requests)) is not None:
         request = json.loads(head)
+        chunk = Chunk(Path(request["path"]), request["numbers"], _cut(lines, request["sizes"]))
         try:
             maker = maker or Maker(data, target)
-            part, facts = maker.part(Chunk(Path(request["path"]), request["numbers"], _cut(lines, request["sizes"])))
+            part, facts = maker.part(chunk, lambda line: _write(replies, _json({"at": line})))
             store.put(request["key"], part)
             reply = {"facts": facts.to_json().decode(), "about": dataclasses.asdict(maker.about())}
         except EyasError as error:
             reply = {"kind": type(error).__name__, "error": str(error)}
+        except BrokenPipeError:
+            return
         try:
             _write(replies, _json(reply))
         except BrokenPipeError:
@@ -186,8 +227,12 @@ def _cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 def main() -> None:
     """What a worker process does."""
-    # Ctrl-C reaches the whole group; whoever started us ends us.
+    # Ctrl-C reaches the whole group; whoever started us ends us, also by being killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        return
     replies = os.fdopen(os.dup(1), "wb")
     # Whatever a library prints goes to stderr, not between the replies.
     os.dup2(2, 1)
