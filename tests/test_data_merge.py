@@ -1077,3 +1077,60 @@ def test_closed_standard_input_is_one_line(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert b"Traceback" not in stderr
     assert b"'-' is standard input, which is closed" in stderr.splitlines()[-1]
+
+
+def test_tags_of_repetitions_are_united(tmp_path: Path) -> None:
+    one = write(tmp_path / "a.jsonl", [chat("Hi", tags=["x"], note={"tags": ["n"]}), chat("So")])
+    other = write(tmp_path / "b.jsonl", [chat("Hi", tags=["y", "x"]), chat("Hi", tags=["z"]), chat("So")])
+    out = tmp_path / "out.jsonl"
+    receipt = run(out, MergeSource(path=one, tags=("one",)), MergeSource(path=other, tags=("one",)))
+    rows = {row["messages"][0]["content"]: row for row in rows_of(out)}
+    assert rows["Hi"]["tags"] == ["x", "one", "y", "z"] and rows["So"]["tags"] == ["one"]
+    assert json.loads(rows["Hi"]["extra"]) == {"note": {"tags": ["n"]}}
+    assert receipt.num_retagged == 2 and any("2 duplicates had further tags" in text for text in receipt.lines())
+    again = write(tmp_path / "c.jsonl", [line.encode() for line in out.read_text().splitlines()])
+    assert run(tmp_path / "again.jsonl", again).num_kept == 2
+    assert rows_of(tmp_path / "again.jsonl") == rows_of(out), "the same bytes in the same order"
+
+
+def test_media_beside_token_ids_stay_where_prepare_drops_them(tmp_path: Path) -> None:
+    ids = {"input_ids": [1, 2], "loss_mask": [0, 1]}
+    source = write(tmp_path / "a.jsonl", [ids, ids | {"images": ["a.png"]}])
+    receipt = run(tmp_path / "out.jsonl", source)
+    assert (receipt.num_kept, receipt.num_non_text) == (2, 1)
+    found = list(source_rows(lines_of(open_rows([tmp_path / "out.jsonl"], field="f"))))
+    assert sorted(type(row).__name__ for row in found) == ["DroppedRow", "Row"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (b'{"messages": [], "messages": [{"role": "user", "content": "Hi"}]}', "repeated_key"),
+        (b'{"text":"a","text":"b"}', "repeated_key"),
+        (b'{ "text" :"a", "n": 1, "n": 1 }', "repeated_key"),
+        (b'{"text":"a","n":NaN,"n":1}', "repeated_key"),
+        (b'{"text":"a","n":1}', ""),
+        (b'{"text": "a", "n": 1}', ""),
+        ('{ "text":"a", "ä": 1, "\\u0061": [1, 2] }'.encode(), ""),
+        (b'{"text":"a", "n": 1}\r', ""),
+    ],
+)
+def test_a_field_that_comes_twice_is_a_dropped_row(row: bytes, reason: str) -> None:
+    if reason:
+        with pytest.raises(Drop, match="comes twice") as caught:
+            canonical(RawRow(Path("a"), 1, row), "src")
+        assert caught.value.reason == reason
+    else:
+        canonical(RawRow(Path("a"), 1, row), "src")
+
+
+@pytest.mark.parametrize(
+    ("verb", "setting"), [("data merge", "merge.out"), ("generate", "generate.out"), ("prepare", "data.samples")]
+)
+def test_an_output_that_is_the_run_file_is_refused(tmp_path: Path, verb: str, setting: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("")
+    program = "from eyas.cli import main; main()"
+    command = [sys.executable, "-c", program, *verb.split(), str(path), f"{setting}={path}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, path.read_text()) == (2, "") and f"{setting}: {path} is the run file" in done.stderr

@@ -125,6 +125,7 @@ def data_merge(run: RunFile, overrides: Overrides = None, as_json: AsJson = Fals
     _stop_by_exception()
     from eyas.data.merge import merge as stage
 
+    _not_the_run_file(run, tree.merge.out, "merge.out")
     try:
         receipt = stage(tree.merge, progress)
     except KeyboardInterrupt:
@@ -143,6 +144,7 @@ def generate(
     """Let the target answer prompts, from servers or in this process; the token ids that it writes are kept."""
     progress = _first_line("generate", run)
     tree = config.load(run, overrides or ())
+    _not_the_run_file(run, tree.generate.out, "generate.out")
     receipt: Receipt
     if tree.generate.endpoints:
         from eyas.generate import remote
@@ -165,6 +167,7 @@ def prepare(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) 
     _stop_by_exception()
     from eyas.data.prepare import prepare as stage
 
+    _not_the_run_file(run, tree.data.samples, "data.samples")
     receipt = stage(tree.data, tree.target, progress)
     progress.close()
     _result(receipt.to_json(), [*receipt.lines(), f"next: eyas plan {run}"], as_json=as_json)
@@ -529,6 +532,11 @@ def _need_file(path: Path | None, name: str, how: str) -> Path:
     if not found.is_file():
         raise ConfigError(f"{name}: {found} is {'a directory' if found.is_dir() else 'not there'}; {how}")
     return found
+
+
+def _not_the_run_file(run: Path, out: Path | None, name: str) -> None:
+    if out is not None and out.exists() and out.samefile(run):
+        raise ConfigError(f"{name}: {out} is the run file itself; choose another name")
 
 
 def _need_directory(path: Path | None, name: str) -> Path:

@@ -45,7 +45,7 @@ import msgspec
 import xxhash
 
 from eyas.data.files import RawRow, broken_json
-from eyas.data.sources import LANGUAGE_KEYS, MEDIA_KEYS, Drop, Reason
+from eyas.data.sources import LANGUAGE_KEYS, MEDIA_KEYS, Drop, Reason, once_each
 from eyas.data.spelling import (
     STRING,
     Fields,
@@ -64,7 +64,7 @@ from eyas.data.spelling import (
 )
 from eyas.data.turns import NOTHING, PROMPT_KEYS, Conversation, conversation_of, one_turn
 
-CANONICAL_VERSION = 2
+CANONICAL_VERSION = 3
 """Part of what an output is known by: raise it when the same input would give other lines."""
 
 CONVERSATION_TAG = b"eyas.conversation.1\0"
@@ -177,14 +177,13 @@ def _canonical(fields: Fields, source: str, tags: tuple[str, ...], with_texts: b
             said.update(b"\0" + tools_digested)
             digest = said.digest()
     media = b""
-    if form is not Form.TOKENS:
-        # They stay where `prepare` sees them, and a row without them is another one.
-        for key in MEDIA_KEYS:
-            if present.get(key, b"null") not in NOTHING:
-                media += b"," + key_of(key) + b":" + compact(present[key])
-                used.add(key)
-        if media:
-            digest = xxhash.xxh3_128_digest(digest + media)
+    # They stay where `prepare` sees them, and a row without them is another one.
+    for key in MEDIA_KEYS:
+        if present.get(key, b"null") not in NOTHING:
+            media += b"," + key_of(key) + b":" + compact(present[key])
+            used.add(key)
+    if media:
+        digest = xxhash.xxh3_128_digest(digest + media)
     hex_id = digest.hex()
     parts = [b'{"id":"', hex_id.encode(), b'",', *content]
     if tools:
@@ -206,9 +205,17 @@ def _canonical(fields: Fields, source: str, tags: tuple[str, ...], with_texts: b
         form=form,
         texts=texts,
         answered=form is not Form.MESSAGES or (conversation is not None and conversation.answered),
-        non_text=form is not Form.TOKENS and (bool(media) or (conversation is not None and conversation.non_text)),
+        non_text=bool(media) or (form is not Form.TOKENS and conversation is not None and conversation.non_text),
         mended=mended,
     )
+
+
+def with_tags_of(line: bytes, other: bytes) -> bytes:
+    """A canonical line with the tags that another one has beside its own; the same bytes where it has none."""
+    fields = fields_of(an_object.decode(line))
+    mine = _texts.decode(fields["tags"])
+    more = [tag for tag in _texts.decode(an_object.decode(other)["tags"]) if tag not in mine]
+    return joined({**fields, "tags": encode([*mine, *more])}) + b"\n" if more else line
 
 
 def _first_of(keys: tuple[str, ...], present: Fields) -> str | None:
@@ -220,7 +227,9 @@ def _first_of(keys: tuple[str, ...], present: Fields) -> str | None:
 
 def _parse(row: RawRow) -> tuple[Fields, bool]:
     try:
-        return fields_of(an_object.decode(row.data)), False
+        fields = fields_of(an_object.decode(row.data))
+        _require_once_each(row.data, fields)
+        return fields, False
     except msgspec.ValidationError:
         raise Drop(Reason.NOT_AN_OBJECT, f"{kind_of(row.data.lstrip())} instead of an object") from None
     except msgspec.DecodeError as error:
@@ -234,11 +243,22 @@ def _parse(row: RawRow) -> tuple[Fields, bool]:
         raise broken_json(row, problem) from None
     mended = _NO_NUMBER.sub(lambda found: b"null" if found[1] else found[0], row.data)
     try:
-        return fields_of(an_object.decode(mended)), True
+        fields = fields_of(an_object.decode(mended))
+        _require_once_each(mended, fields)
+        return fields, True
     except msgspec.ValidationError:
         raise Drop(Reason.NOT_AN_OBJECT, f"{kind_of(mended.lstrip())} instead of an object") from None
     except msgspec.DecodeError as error:
         raise broken_json(row, error) from None
+
+
+def _require_once_each(line: bytes, fields: Fields) -> None:
+    """Drop for a row that has a field twice, of which the parser gives the last only."""
+    # Quotes, colons and commas, with a blank behind them or none: what is left of such lines holds no further field.
+    left = len(line) - sum(map(len, fields)) - sum(map(len, fields.values()))
+    if left != 4 * len(fields) + 1 and (left != 6 * len(fields) or b'": ' not in line[:64]):
+        pairs: list[tuple[str, object]] = json.loads(line, object_pairs_hook=list)
+        once_each(pairs)
 
 
 @lru_cache(maxsize=64)

@@ -66,6 +66,8 @@ class MergeReceipt:
     examples: Mapping[str, tuple[Example, ...]]
     """The first dropped rows of each reason."""
     wall_s: float
+    num_retagged: int = 0
+    """Duplicates with tags that the first one did not have; it has them now."""
     unchanged: bool = False
     """The output was there already, made of the same files with the same settings."""
 
@@ -114,6 +116,10 @@ class MergeReceipt:
             lines.append(f"{self.num_non_text:,} conversations hold more than text; 'eyas prepare' will drop them")
         if self.num_mended:
             lines.append(f"{self.num_mended:,} rows held NaN or Infinity, which are not JSON: null now")
+        if self.num_retagged:
+            lines.append(
+                f"{self.num_retagged:,} duplicates had further tags: the conversation that is kept has them now"
+            )
         for benchmark in self.benchmarks:
             lines.append(
                 f"benchmark {benchmark.path}: {benchmark.num_leaked_prompts:,} of {benchmark.num_prompts:,} prompts "

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from eyas.config import MergeConfig, MergeSource
-from eyas.data.canonical import Canonical, Form, canonical
+from eyas.data.canonical import Canonical, Form, canonical, with_tags_of
 from eyas.data.files import STDIN, RawRow, Rows
 from eyas.data.leakage import Benchmarks
 from eyas.data.merge_receipt import Example, MergeReceipt, SourceReport, identity, printable
@@ -79,6 +79,7 @@ class Mixture:
         self._examples: dict[str, list[Example]] = {}
         self._flags: Counter[int] = Counter()
         self._num_mended = 0
+        self._num_retagged = 0
         self._num_unchecked = 0
         self.num_collected = 0
 
@@ -153,6 +154,9 @@ class Mixture:
                 return False
             if first is not None:
                 self._tallies[entry.source].dropped[Reason.DUPLICATE] += 1
+                line = with_tags_of(first.line, entry.line)
+                self._num_retagged += line != first.line
+                first.line = line
                 if len(self._examples.get(Reason.DUPLICATE, ())) < MAX_EXAMPLES:
                     self._example(Reason.DUPLICATE, self._where(entry), f"same content as {self._where(first)}")
                 return False
@@ -236,6 +240,7 @@ class Mixture:
             num_unanswered=flagged(_UNANSWERED),
             num_non_text=flagged(_NON_TEXT),
             num_mended=self._num_mended,
+            num_retagged=self._num_retagged,
             benchmarks=tuple(self._benchmarks.reports) if self._benchmarks is not None else (),
             num_unchecked=self._num_unchecked,
             input_bytes=sum(report.num_bytes for report in reports),
