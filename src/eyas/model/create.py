@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ MLA_KV_HEADS = 8
 
 BRANCH_SCALE = 0.1
 """Deviation of `o_proj` and `down_proj` as a share of the ordinary one: the layer starts near the identity."""
+
+FcStart = Literal["normal", "deepest"]
 
 _ROPE_KEYS = (
     "rope_type",
@@ -194,16 +196,21 @@ def _rope_of(text: Any) -> Mapping[str, Any]:
 
 @torch.no_grad()
 def initialise(
-    draft: Eagle3Draft, target: Path, vocab_map: VocabMap, seed: int, *, trust_remote_code: bool = False
+    draft: Eagle3Draft,
+    target: Path,
+    vocab_map: VocabMap,
+    seed: int,
+    *,
+    fc: FcStart = "normal",
+    trust_remote_code: bool = False,
 ) -> None:
     """Set every weight of `draft`, in place, from the target and from `seed`; the same on every machine and rank.
 
     - Embedding: the target's, bit for bit. Head: the target's rows of the draft vocabulary, times its logit scale; a
       bias or a soft-cap is left out. Final norm: what the target's multiplies by. Other norms: 1.
-    - `fc`: the deepest auxiliary state as it is, plus a little of the others (normal, `1/sqrt(fan in)`). So the
-      feature lies in the basis in which embedding and head mean something, and step 0 starts from the same kind of
-      state that later steps carry on: one from which final norm and head read a token.
-    - Attention and MLP: normal, `1/sqrt(fan in)`, their way back into the residual stream a tenth of that.
+    - `fc`, attention and MLP: normal, `1/sqrt(fan in)`, so that each keeps the size of what it reads; the ways back
+      into the residual stream a tenth of that. With `fc` "deepest" the last auxiliary state enters the feature as it
+      is: it lies in the basis in which the target's head and embedding mean something.
 
     With another hidden size `H` everything of the target is seen along the `H` directions in which its embedding varies
     most (`principal_directions`); the final norm's weights go into the head then. ConfigError when the target or the
@@ -225,17 +232,17 @@ def initialise(
             parameter.fill_(1.0)
         elif name not in ("embed_tokens.weight", "lm_head.weight"):
             parameter.copy_(_normal(name, parameter, seed))
-    deepest = draft.fc.weight[:, -shape.target_hidden_size :]  # [H, H of the target]
     if shape.own_embedding:
         basis = principal_directions(embedding, shape.hidden_size).float()
         _copy_times(draft.embed_tokens.weight, embedding, basis)
         _copy_times(draft.lm_head.weight, rows, norm_scale[:, None] * logit_scale * basis)
-        deepest.copy_(basis.T)
     else:
+        basis = torch.eye(shape.hidden_size)
         draft.embed_tokens.weight.copy_(embedding)
         draft.lm_head.weight.copy_(rows).mul_(logit_scale)
         draft.norm.weight.copy_(norm_scale)
-        deepest.copy_(torch.eye(shape.hidden_size))
+    if fc == "deepest":
+        draft.fc.weight[:, -shape.target_hidden_size :] = basis.T.to(draft.fc.weight)
     check_set(draft, f"target {target}")
 
 
