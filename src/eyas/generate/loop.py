@@ -20,6 +20,7 @@ from eyas.generate.endpoint import Endpoint
 from eyas.generate.key import Key
 from eyas.generate.monitor import Monitor
 from eyas.generate.prompts import Prompt, PromptReject
+from eyas.generate.purse import Purse
 from eyas.generate.reply import (
     MAY_BE_CHARGED,
     OF_THE_ENDPOINT,
@@ -74,6 +75,7 @@ class Loop:
         plan: Planned,
     ) -> None:
         self._config, self._answers, self._monitor, self._budget, self._plan = config, answers, monitor, budget, plan
+        self._purse = Purse(budget, config.max_new_tokens)
         self.endpoints: list[Endpoint] = []
         self._body = common_body(config, model)
         self._timeout_s = config.timeout_s + config.timeout_s_per_1k_tokens * config.max_new_tokens / 1000
@@ -269,7 +271,7 @@ class Loop:
                 self._work.give_back(conversation)
                 self._halt(ConfigError(self._mixed(self._answered_by, who)))
                 return False
-        self._charge(conversation, answer.usage, cost_told=answer.cost_told, usage_told=answer.usage_told)
+        self._purse.charge(conversation, answer.usage, cost_told=answer.cost_told, usage_told=answer.usage_told)
         if not self._budget.known:
             self._halt(
                 ConfigError(
@@ -284,15 +286,15 @@ class Loop:
             self._file(conversation)
             return False
         if self._budget.most is not None:
-            self._keep_money(conversation, self._worst(conversation))
+            self._purse.keep(conversation, self._purse.worst(conversation))
             self._work.wake()
         return True
 
     def _take_fault(self, endpoint: Endpoint, conversation: Conversation, fault: Fault) -> None:
         if fault.usage is not None:
-            self._charge(conversation, fault.usage, cost_told=fault.usage.cost > 0, usage_told=True)
+            self._purse.charge(conversation, fault.usage, cost_told=fault.usage.cost > 0, usage_told=True)
         elif fault.kind in MAY_BE_CHARGED and self._budget.most is not None:
-            self._budget.uncertain += self._worst(conversation, num_turns=1)
+            self._budget.uncertain += self._purse.worst(conversation, num_turns=1)
         pause_s = 0.0
         if fault.kind not in OF_THE_ENDPOINT:
             conversation.attempts += 1
@@ -305,38 +307,8 @@ class Loop:
         else:
             self._work.give_back(conversation, pause_s)
 
-    def _charge(self, conversation: Conversation, usage: Usage, *, cost_told: bool, usage_told: bool) -> None:
-        if not usage_told:
-            # Nobody said what it took: no less than it can have been.
-            usage.prompt_tokens = _prompt_bound(conversation)
-            usage.completion_tokens = self._config.max_new_tokens
-        usage.cost = self._budget.cost_of(usage, told=cost_told)
-        self._budget.spend(usage, told=cost_told)
-        conversation.usage.add(usage)
-
-    def _worst(self, conversation: Conversation, num_turns: int | None = None) -> float:
-        """The most that the answers to come can cost: each prompt holds all answers before it."""
-        if self._budget.most is None:
-            return 0.0
-        turns = conversation.num_turns_left if num_turns is None else num_turns
-        new, prompt = self._config.max_new_tokens, _prompt_bound(conversation)
-        return self._budget.worst(turns * prompt + new * turns * (turns - 1) // 2, turns * new)
-
-    def _keep_money(self, conversation: Conversation, amount: float) -> None:
-        self._budget.set_aside(amount - conversation.set_aside)
-        conversation.set_aside = amount
-
     def _admit(self, conversation: Conversation) -> bool:
-        """Set aside what the rest of a conversation can cost; False while that would pass `generate.max_cost`."""
-        if self._budget.most is None:
-            return True
-        if self._work.num_out >= self._budget.most_at_a_time:
-            return False
-        worst = self._worst(conversation)
-        if self._budget.room() < worst - conversation.set_aside:
-            return False
-        self._keep_money(conversation, worst)
-        return True
+        return self._purse.admits(conversation, self._work.num_out)
 
     def _out_of_money(self, conversation: Conversation) -> Stopped:
         budget = self._budget
@@ -344,13 +316,14 @@ class Loop:
         uncertain = f" and {budget.uncertain:.4g} more may be" if budget.uncertain else ""
         return Stopped(
             f"generate.max_cost {budget.most:.4g}: {budget.spent:.4g} is spent{uncertain}, the next conversation could "
-            f"cost {self._worst(conversation):.4g}; {self._monitor.identity()}; raise it and run the same command again"
+            f"cost {self._purse.worst(conversation):.4g}; {self._monitor.identity()}; raise it and run the same "
+            "command again"
         )
 
     def _suspect(self, conversation: Conversation, reason: str, detail: str) -> None:
         """Perhaps the conversation is to blame, perhaps the servers: the next answer tells."""
         self._suspects.append((conversation, reason, detail))
-        self._keep_money(conversation, 0.0)
+        self._purse.keep(conversation, 0.0)
         self._settled(conversation)
         if len(self._suspects) >= self._config.max_reject_burst:
             self._halt(self._about_suspects())
@@ -398,7 +371,7 @@ class Loop:
             self._monitor.say(f"{usage.requests} answers of unfinished conversations are dropped{cost}")
 
     def _file(self, conversation: Conversation) -> None:
-        self._keep_money(conversation, 0.0)
+        self._purse.keep(conversation, 0.0)
         self._write(conversation)
         self._settled(conversation)
 
@@ -557,8 +530,3 @@ def _halted(endpoint: Endpoint, halt: Halt, identity: str) -> EyasError:
             "command goes on from here"
         )
     return ConfigError(f"{endpoint.url} {halt.detail}; {identity}; mend that, and the same command goes on from here")
-
-
-def _prompt_bound(conversation: Conversation) -> int:
-    """Tokens of the next prompt, at most."""
-    return conversation.num_bytes_left + TEMPLATE_TOKENS * len(conversation.prompt.messages)
