@@ -19,6 +19,7 @@ LEVELS: list[set[str]] = [
     {"data", "store", "engine", "model", "observe"},
     {"generate", "capture", "serve", "train"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 SAME_LEVEL_ALLOWED = {("records", "errors"), ("log", "errors"), ("records", "log")}

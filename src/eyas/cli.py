@@ -410,8 +410,53 @@ def verify(
 
 
 @app.command()
+def train(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Train a drafter from the captured states; started again, it goes on from its latest checkpoint.
+
+    On several GPUs: torchrun --nproc-per-node 8 --no-python eyas train RUN.TOML
+    """
+    progress = _first_line("train", run)
+    tree = _load(run, overrides or ())
+    _need_directory(tree.train.out, "train.out")
+    _need(tree.target.path, "target.path")
+    states = _need(tree.capture.out, "capture.out")
+    table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
+    progress = log.Progress(interval_s=tree.train.interval_s)
+    stop = _stop_by_event()
+    from eyas.data.table import SampleTable
+    from eyas.train.run import train as stage
+
+    receipt = stage(
+        tree.train,
+        tree.draft,
+        tree.target,
+        table=SampleTable.open(table_path),
+        states=states,
+        resolved=config.dump(tree),
+        progress=progress,
+        stop=stop,
+    )
+    progress.close()
+    if receipt is not None:
+        _result(receipt.as_dict(), receipt.lines(), as_json=as_json)
+
+
+@app.command()
+def report(
+    root: Annotated[Path, typer.Argument(metavar="DIR", help="A training: the directory named by train.out.")],
+) -> None:
+    """Write a training's page with its curves anew, while it runs or after it ended."""
+    from eyas.train.report import plots_missing, write_report
+
+    for path in write_report(root):
+        _print(str(path))
+    if plots_missing():
+        _print(plots_missing())
+
+
+@app.command()
 def status(root: DataSetDir, as_json: AsJson = False) -> None:
-    """Say where a capture, or the answers in a file, stand: from any shell, while it runs or after it was killed."""
+    """Say where a capture, a training, or the answers in a file stand: from any shell, also after it was killed."""
     stand = _stand(root)
     _result(stand.about, stand.lines, as_json=as_json)
     if stand.damaged:
@@ -466,6 +511,11 @@ def _stand(root: Path) -> _Stand:
     if answers.is_answers(root):
         told = answers.status(root)
         return _Stand(told.as_dict(), told.lines(), told.alive)
+    from eyas.train import status as training
+
+    if training.is_run(root):
+        trained = training.status(root)
+        return _Stand(trained.as_dict(), trained.lines(), trained.alive, bool(trained.problems))
     from eyas.capture.status import status as look
     from eyas.serve.status import server_status
     from eyas.store.layout import Layout

@@ -233,6 +233,84 @@ class CaptureConfig(Section):
     """Seconds between two progress lines in a file."""
 
 
+class DraftConfig(Section):
+    """The drafter's shape; what is unset comes from the target."""
+
+    vocab_size: int = Field(32000, ge=1)
+    """Draft vocabulary: the most frequent supervised tokens; as many as the target has, or more, are all of them."""
+    num_layers: int = Field(1, ge=1)
+    hidden_size: int | None = Field(None, ge=1)
+    """Another one than the target's makes the drafter learn an embedding of its own."""
+    num_heads: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=2)
+    intermediate_size: int | None = Field(None, ge=1)
+    norm_aux: bool = False
+    """EAGLE-3.1: a norm for each auxiliary state before `fc`."""
+    carry_normed: bool = False
+    """EAGLE-3.1: a step hands on its state after the final norm."""
+    start_from: Path | None = None
+    """Directory of an EAGLE-3 checkpoint of the same shape to start from: ours, SGLang's, vLLM's or speculators'."""
+    start_from_aux_layers: tuple[int, ...] | None = None
+    """Hidden-state indices of that checkpoint, where it does not say them."""
+
+
+class TrainConfig(Section):
+    """Training a drafter from the states of `capture.out` and the sample table."""
+
+    out: Path | None = None
+    """Directory of the run: checkpoints, events, report."""
+    ttt_length: int = Field(7, ge=1, le=16)
+    """Steps of training-time test."""
+    step_decay: float = Field(0.8, gt=0.0, le=1.0)
+    """Step `s` weighs `step_decay ** s`."""
+    mask_rule: Literal["drafted", "usual"] = "drafted"
+    """Train on exactly what a server drafts, or on the rows that other trainers take."""
+    pack_tokens: int = Field(16384, ge=2)
+    """Tokens that are computed together; no sample may be longer."""
+    step_packs: int = Field(1, ge=1)
+    """Packs of one optimizer step, over all ranks; at least one for each rank."""
+    epochs: int = Field(10, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    """Optimizer steps at most, whatever `epochs` says."""
+    learning_rate: float = Field(1e-4, gt=0.0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup: float = Field(0.015, ge=0.0, le=1.0)
+    """Share of the steps in which the learning rate rises."""
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    clip: float = Field(0.5, gt=0.0)
+    """Largest norm of the gradient."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the arithmetic; weights and optimizer are float32. `auto` is bfloat16 on a GPU, float32 on a CPU."""
+    recompute: bool = False
+    """Compute each step again for its gradients: a third slower, a fraction of the memory."""
+    compile: bool | None = None
+    """Fuse with `torch.compile`; default: on a GPU."""
+    sharded: bool = False
+    """Several ranks: spread weights, gradients and optimizer over them (FSDP2)."""
+    device: str = ""
+    """`cuda`, `cpu`; default: a GPU if there is one."""
+    seed: int = 0
+    """Of the first weights and of the order of the samples."""
+    max_train_samples: int | None = Field(None, ge=1)
+    eval_every: int | None = Field(None, ge=1)
+    """Steps between two looks at the held-out samples; default: after each epoch."""
+    checkpoint_every: int = Field(1000, ge=1)
+    """Steps between two checkpoints; one is written with each evaluation, too."""
+    keep: int = Field(2, ge=1)
+    """Latest checkpoints that are kept, beside the best one."""
+    log_every: int = Field(10, ge=1)
+    """Steps between two lines of `events.jsonl`."""
+    prefetch_bytes: int = Field(4 * GB, ge=1)
+    """Bytes of states that are read ahead."""
+    wandb_project: str = ""
+    """Weights & Biases, when it is installed: the project's name."""
+    interval_s: float = Field(10.0, gt=0.0)
+    """Seconds between two progress lines in a file."""
+
+
 class Config(Section):
     """The whole tree; pass the section that is needed, never the tree."""
 
@@ -243,6 +321,8 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     serve: ServeConfig = ServeConfig()
     capture: CaptureConfig = CaptureConfig()
+    draft: DraftConfig = DraftConfig()
+    train: TrainConfig = TrainConfig()
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:

@@ -116,7 +116,7 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotary embedding of `x` `[n, heads, d]`, halves paired as in Llama."""
     cos, sin = (part[:, None] for part in rotation)
     # The halves change places by a flip, which is a matter of indices forwards and backwards; `cat` would copy twice.
-    return (x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin).to(x.dtype)
+    return (x * cos + x.view(*x.shape[:-1], 2, -1).flip(-2).view(x.shape) * sin).to(x.dtype)
 
 
 def feed_forward(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

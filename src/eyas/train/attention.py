@@ -172,9 +172,7 @@ def ttt_attention(
 
     Exact: one softmax over both kinds of keys; gradients run to all of them.
     """
-    out: torch.Tensor = _TttAttention.apply(  # type: ignore[no-untyped-call]
-        causal, docs, scale, q, k, v, *(part for pair in diagonal for part in pair)
-    )
+    out: torch.Tensor = _TttAttention.apply(causal, docs, scale, q, k, v, *(part for pair in diagonal for part in pair))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -199,7 +197,7 @@ class _TttAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, *diagonal = ctx.saved_tensors
         grad = grad.contiguous()
         dq, dk, dv = ctx.causal.backward(grad, q, k, v, out, lse, ctx.docs, ctx.scale)
@@ -260,7 +258,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _by_group(x: torch.Tensor, num_kv: int) -> torch.Tensor:
     """`[n, h, …]` as `[n, g, h/g, …]`."""
-    return x.unflatten(1, (num_kv, -1))
+    return x.reshape(len(x), num_kv, -1, *x.shape[2:])
 
 
 def _heads_first(x: torch.Tensor, num_kv: int) -> torch.Tensor:

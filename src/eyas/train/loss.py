@@ -9,9 +9,8 @@ vocabularies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
@@ -20,6 +19,12 @@ BLOCK = {"cpu": 1024, "cuda": 16384}
 """Pairs whose logits are alive at one time."""
 ARGMAX_BLOCK = {"cpu": 512, "cuda": 4096}
 """Teacher rows whose logits over the whole vocabulary are alive at one time."""
+
+
+class LogitMap(Protocol):
+    """What a target does to its head's output: scale and soft-cap; may overwrite its argument."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +36,7 @@ class Teacher:
     weight: torch.Tensor
     """`[D, Ht]`: the head's rows of the draft vocabulary."""
     bias: torch.Tensor | None
-    logit_map: Callable[[torch.Tensor], torch.Tensor]
-    """Scale and soft-cap; may overwrite its argument."""
+    logit_map: LogitMap
     best: torch.Tensor
     """`[m]`: draft id of the target's likeliest token of its whole vocabulary, -1 where the drafter has none."""
 
@@ -57,11 +61,11 @@ def argmax_of(
     states: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    logit_map: Callable[[torch.Tensor], torch.Tensor],
+    logit_map: LogitMap,
 ) -> torch.Tensor:
     """`[m]`: the target's likeliest token at states `[m, Ht]` with head `[V, Ht]`; the lowest id of equals."""
     block = ARGMAX_BLOCK[states.device.type]
-    found = [logit_map(F.linear(part, weight, bias)).argmax(-1) for part in states.split(block)]
+    found = [logit_map(F.linear(part, weight, bias)).argmax(-1) for part in torch.split(states, block)]
     return torch.cat(found) if found else states.new_empty(0, dtype=torch.int64)
 
 
@@ -135,7 +139,7 @@ class _TttLoss(torch.autograd.Function):
         return total, rows, hits
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         grad_states, grad_head = ctx.saved_tensors
         return (
             (grad_states * grad).to(grad_states.dtype),

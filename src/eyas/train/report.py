@@ -3,10 +3,11 @@
 Everything comes from the run's `events.jsonl`. Its lines have, beside the envelope of `EventLog` (`t`, `run`, `event`):
 
 - `start`: `stage` = `"train"`, `step` (steps done before: 0, or where it resumes), `steps`, `command`, `target`,
-  `fingerprint`, `data`, `shape`, `settings` (objects, shown as they are), `baselines` (`Score.to_json()`, or null);
+  `fingerprint`, `data`, `shape`, `settings` (objects, shown as they are);
 - `step`: `step`, `epoch`, `tokens` (so far), `lr`, `loss` `[S]`, `accuracy` `[S]` (null where no row tells),
   `grad_norm`, `tokens_per_s`, `gpu_bytes`, `waited` (share of the time);
-- `eval`: `step`, `epoch`, `tokens`, `seconds`, `summary` (`Summary.to_json()`), `slices` (label → `Summary.to_json()`);
+- `eval`: `step`, `epoch`, `tokens`, `seconds`, `summary` (`Summary.to_json()`), `slices` (label → `Summary.to_json()`),
+  `baselines` (`Score.to_json()`, or null);
 - `checkpoint`: `step`, `path` (in the run's directory), `bytes`, `seconds`, `best` (true: the best so far);
 - `end`: `state` (`complete`, `stopped` or `failed`), `step`, `error` (class), `message`, `seconds`.
 
@@ -119,6 +120,12 @@ class Run:
     end: Event | None
 
     @property
+    def baselines(self) -> Event:
+        """What guessing gets: told with the first evaluation."""
+        told = [_dict(event, "baselines") for event in (self.start, *(event for event, _ in self.evals))]
+        return next((one for one in told if one), {})
+
+    @property
     def best(self) -> tuple[Event, Summary] | None:
         """The best evaluation of a step that was saved; where none was, of all."""
         saved = {event["step"] for event in self.checkpoints}
@@ -127,8 +134,8 @@ class Run:
         return None if at is None else evals[at]
 
 
-def write_report(run_dir: Path) -> list[Path]:
-    """Write the page, and the picture where matplotlib is installed; the paths of what was written.
+def write_report(run_dir: Path, *, png: bool = True) -> list[Path]:
+    """Write the page and, with `png`, the picture where matplotlib is installed; the paths of what was written.
 
     A run that is still going has a report, too. Raises TrainError where no training has run, or nothing can be written.
     """
@@ -137,7 +144,7 @@ def write_report(run_dir: Path) -> list[Path]:
     charts = charts_of(run)
     text = "".join(page(run, charts, headline=now.headline(), notes=[*now.problems, *filter(None, [now.last_error])]))
     written = [_write(run_dir / PAGE, lambda path: path.write_text(text, encoding="utf-8"))]
-    if charts and not plots_missing():
+    if png and charts and not plots_missing():
         written.append(_write(run_dir / CURVES, lambda path: draw(charts, path)))
     return written
 
@@ -169,7 +176,7 @@ def charts_of(run: Run) -> list[Chart]:
     accuracy = _per_step("step", evals, lambda one: [_value(a) for a in one[1].accuracy])
     ends = [(float(evals[0][0]["step"]), float(evals[-1][0]["step"]))] if evals else []
     for i, name in enumerate(("bigram", "unigram")):
-        value = number(_dict(run.start, "baselines").get(name))
+        value = number(run.baselines.get(name))
         accuracy += [
             Line(f"{name}, step 0", [(x, value) for x in (first, last)], hue=90 + 50 * i, dashed=True)
             for first, last in ends
@@ -333,7 +340,7 @@ def _cards(run: Run, best: tuple[Event, Summary] | None) -> str:
             if one is not None:
                 cards.append((f"{one.value:.3f}", f"acceptance length, {name}{_interval(one)}, chains of {k}"))
         if summary.accuracy[0] is not None:
-            bigram = number(_dict(run.start, "baselines").get("bigram"))
+            bigram = number(run.baselines.get("bigram"))
             beside = "" if bigram is None else f"; a bigram gets {bigram:.3f}"
             cards.append((f"{summary.accuracy[0].value:.3f}", f"held-out step-0 accuracy{beside}"))
         cards.append((f"{event['step']:,}", f"step of the best evaluation, of {len(run.evals)} so far"))
@@ -375,7 +382,7 @@ def _best(run: Run, best: tuple[Event, Summary] | None) -> Iterator[str]:
         for s in range(summary.ttt_length)
     ]
     yield _table(head, rows)
-    baselines = _dict(run.start, "baselines")
+    baselines = run.baselines
     told = [
         f"{name} {value:.3f}" for name in ("bigram", "unigram") if (value := number(baselines.get(name))) is not None
     ]

@@ -100,7 +100,7 @@ class DraftWeights:
     def of(cls, draft: Eagle3Draft, dtype: torch.dtype) -> DraftWeights:
         return cls(
             fc=draft.fc.weight.to(dtype),
-            aux_norms=tuple(norm.weight for norm in draft.aux_norms) if draft.shape.norm_aux else (),
+            aux_norms=tuple(p for n, p in draft.named_parameters() if n.startswith("aux_norms.")),
             layers=tuple(LayerWeights.of(layer, dtype) for layer in draft.layers),  # type: ignore[arg-type]
             norm=draft.norm.weight,
             lm_head=draft.lm_head.weight.to(dtype),
@@ -134,7 +134,7 @@ def ttt(
     """
     shape, docs, positions = draft.shape, rows.docs, rows.positions
     num_steps = len(rows.read)
-    embed, before, after = (_compiled(f) if options.compiled else f for f in (_embed, _project, _finish))
+    pieces = _pieces(options.compiled)
     longest = docs.longest + num_steps
     draft.rope.to(token_ids.device)
     table = rotations(draft.rope, torch.arange(longest, device=token_ids.device), options.dtype)
@@ -142,7 +142,7 @@ def ttt(
     first = weights.layers[0]
     assert first.qkv_embed is not None and first.norm_embed is not None
     # The embedding's half of q, k and v is the same for a token whichever step reads it: once for all steps.
-    embedded = embed(
+    embedded = pieces.embed(
         F.embedding(token_ids, weights.embed).to(options.dtype), first.norm_embed, first.qkv_embed, shape.rms_norm_eps
     )  # [N, q + 2 kv]
 
@@ -151,14 +151,14 @@ def ttt(
     everyone = torch.minimum(torch.arange(1, len(token_ids) + 1, device=token_ids.device), _last_rows(docs))
     for i, layer in enumerate(weights.layers):
         read = embedded[everyone] if i == 0 else None
-        q, k, v = before(feature, read, layer.qkv, layer.norm, _at(table, positions), _sizes(draft))
+        q, k, v = pieces.project(feature, read, layer.qkv, layer.norm, _at(table, positions), _sizes(draft))
         keys.append((k, v))
         last = i == len(weights.layers) - 1
         # Rows that no step supervises give the last layer their key and value, and need nothing more of it.
         asking = docs if last else Documents(docs.bounds, docs.cu_seqlens, None, docs.bounds)
         q, residual = (q[rows.rows], feature[rows.rows]) if last else (q, feature)
         attended = ttt_attention(options.causal, asking, q, k, v, (), shape.head_dim**-0.5)
-        feature, normed = after(residual, attended, *_rest(layer, weights, last=last), shape.rms_norm_eps)
+        feature, normed = pieces.finish(residual, attended, *_rest(layer, weights, last=last), shape.rms_norm_eps)
 
     states = []
     diagonal: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in weights.layers]
@@ -188,18 +188,18 @@ def _step(
     draft: Eagle3Draft,
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
     """A step after the first: the rows' states `[n, H]` before and after the final norm, and new diagonal keys."""
-    before, after = (_compiled(f) if options.compiled else f for f in (_project, _finish))
+    pieces = _pieces(options.compiled)
     rotation = _at(table, rows.positions[rows.rows] + s)
     pairs = []
     for i, layer in enumerate(weights.layers):
         read = embedded if i == 0 else None
-        q, k, v = before(feature, read, layer.qkv, layer.norm, rotation, _sizes(draft))
+        q, k, v = pieces.project(feature, read, layer.qkv, layer.norm, rotation, _sizes(draft))
         pairs.append((k, v))
         attended = ttt_attention(
             options.causal, rows.docs, q, *keys[i], [*diagonal[i], (k, v)], draft.shape.head_dim**-0.5
         )
         last = i == len(weights.layers) - 1
-        feature, normed = after(feature, attended, *_rest(layer, weights, last=last), draft.shape.rms_norm_eps)
+        feature, normed = pieces.finish(feature, attended, *_rest(layer, weights, last=last), draft.shape.rms_norm_eps)
     return feature, normed, pairs
 
 
@@ -223,7 +223,7 @@ def _project(
     both = F.linear(rms_norm(feature, norm, eps), qkv)
     if embedded is not None:
         both = both + embedded
-    q, k, v = both.unflatten(-1, (-1, head_dim)).split([num_heads, num_kv, num_kv], dim=1)
+    q, k, v = torch.split(both.view(len(both), -1, head_dim), [num_heads, num_kv, num_kv], dim=1)
     return rotate(q, rotation), rotate(k, rotation), v
 
 
@@ -273,7 +273,16 @@ def _run(recompute: bool, f: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(f, *args, use_reentrant=False) if recompute else f(*args)
 
 
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What lies between two attentions, as it stands or fused."""
+
+    embed: Callable[..., Any]
+    project: Callable[..., Any]
+    finish: Callable[..., Any]
+
+
 @cache
-def _compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(f, dynamic=True)
-    return compiled
+def _pieces(compiled: bool) -> _Pieces:
+    pieces = (_embed, _project, _finish)
+    return _Pieces(*(torch.compile(f, dynamic=True) for f in pieces) if compiled else pieces)

@@ -1,0 +1,85 @@
+"""A tiny target with answers of its own, captured: what a training starts from, in a few seconds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import tiny_models
+from eyas.config import CaptureConfig, EngineConfig, TargetConfig
+from eyas.data.table import SampleTable
+from eyas.engine.hf import HfEngine
+from eyas.records import Sample
+from eyas.target.head import TargetHead
+from fake_data import config, make_table_of, run
+
+TOML = """
+[target]
+path = "target"
+[data]
+samples = "samples.parquet"
+[capture]
+out = "states"
+[draft]
+vocab_size = 200
+[train]
+out = "run"
+ttt_length = 3
+pack_tokens = 256
+learning_rate = 3e-3
+epochs = 2
+log_every = 1
+checkpoint_every = 1000
+device = "cpu"
+"""
+
+
+def answers(model: Any, num_samples: int, *, seed: int = 0) -> list[Sample]:
+    """Prompts of random tokens that the model answers greedily, in two turns; each fifth is held out."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for number in range(num_samples):
+        ids = torch.tensor([rng.integers(3, 301, 6).tolist()])
+        spans = []
+        for turn in range(2):
+            if turn:
+                ids = torch.cat([ids, torch.tensor([rng.integers(3, 301, 3).tolist()])], 1)
+            start, num_new = ids.shape[1], int(rng.integers(6, 20))
+            for _ in range(num_new):
+                ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+            spans.append((start, ids.shape[1]))
+        samples.append(
+            Sample(
+                ids[0].numpy().astype(np.int32),
+                tuple(spans),
+                conversation_id=f"c{number}",
+                source=("chat", "code")[number % 2],
+                split="held_out" if number % 5 == 4 else "train",
+            )
+        )
+    return samples
+
+
+@torch.no_grad()
+def make(base: Path, *, family: str = "llama", num_samples: int = 40, dtype: str = "float32", **changes: Any) -> Path:
+    """`base` with `run.toml`, a target of the family, its sample table and its captured states."""
+    base.mkdir(parents=True, exist_ok=True)
+    tiny_models.save(family, base / "target", **changes)
+    model = tiny_models.build(family, **changes)
+    table = make_table_of(base / "samples.parquet", answers(model, num_samples))
+    engine = HfEngine(TargetConfig(path=base / "target"), EngineConfig(device="cpu", dtype=dtype), None)
+    engine.head = TargetHead.load(base / "target")  # type: ignore[attr-defined]
+    receipt = run(table, config(base / "states", shard_tokens=400, in_flight_bytes=10_000_000), engine=engine)
+    assert receipt.pending == 0 and receipt.rejected == 0, receipt
+    (base / "run.toml").write_text(TOML)
+    return base
+
+
+__all__ = ["CaptureConfig", "SampleTable", "make"]
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
