@@ -7,13 +7,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
-import train_reference as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import train_reference as reference
 from eyas.model.eagle3 import Eagle3Draft
 from eyas.model.shape import DraftShape
-from eyas.train.attention import Plain
+from eyas.train.attention import Plain, causal_for
 from eyas.train.loss import Outcome, Teacher, argmax_of, ttt_loss, valid_rows
 from eyas.train.ttt import DraftWeights, MaskRule, Options, plan_rows, ttt
 
@@ -49,11 +49,12 @@ def fast(
     num_steps: int,
     rule: MaskRule,
     options: Options | None = None,
+    device: str = "cpu",
 ) -> tuple[torch.Tensor, Outcome, torch.Tensor]:
     options = options or Options(dtype=torch.float64, causal=Plain())
     bounds = [0, *itertools.accumulate(len(d[0]) for d in documents)]
-    mask = torch.from_numpy(np.concatenate([d[1] for d in documents]))
-    ids = torch.tensor([i for d in documents for i in d[0]])
+    mask = torch.from_numpy(np.concatenate([d[1] for d in documents])).to(device)
+    ids = torch.tensor([i for d in documents for i in d[0]], device=device)
     aux = torch.cat([d[2] for d in documents]).transpose(0, 1).to(options.dtype)
     last = torch.cat([d[3] for d in documents]).to(options.dtype)
     rows = plan_rows(mask, bounds, num_steps=num_steps, rule=rule)
@@ -61,12 +62,19 @@ def fast(
     states = ttt(draft, weights, rows, ids, aux, options)
     asked = last[rows.teacher_rows]
     best = argmax_of(asked, head.to(options.dtype), None, lambda x: x)
-    draft_ids = torch.full((len(head),), -1)
-    draft_ids[target_ids] = torch.arange(len(target_ids))
+    draft_ids = torch.full((len(head),), -1, device=device)
+    draft_ids[target_ids] = torch.arange(len(target_ids), device=device)
     teacher = Teacher(asked, head[target_ids].to(options.dtype), None, lambda x: x, draft_ids[best])
     valid = valid_rows(rows.supervised, rows.teacher, teacher.best)
-    weight = 0.8 ** torch.arange(num_steps, dtype=torch.float64) / valid.sum(1).clamp(min=1)
-    loss, outcome = ttt_loss(states, weights.lm_head, teacher, rows.teacher, valid, weight.to(options.dtype))
+    weight = 0.8 ** torch.arange(num_steps, dtype=torch.float64, device=device) / valid.sum(1).clamp(min=1)
+    loss, outcome = ttt_loss(
+        states,
+        weights.lm_head,
+        teacher,
+        rows.teacher,
+        valid,
+        weight.to(torch.float32 if options.dtype == torch.bfloat16 else options.dtype),
+    )
     return loss, outcome, rows.supervised
 
 
@@ -159,6 +167,36 @@ def test_rows_follow_the_rule_word_by_word(text: str, num_steps: int) -> None:
             t = int(rows.rows[i])
             assert int(rows.read[s, i]) == t + 1 + s == int(rows.teacher_rows[rows.teacher[s, i]])
         assert set(rows.rows.tolist()) == {t for _, t in expected}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=["float32", "bfloat16"]
+)
+def test_a_gpu_computes_the_same(compiled: bool, recompute: bool, dtype: torch.dtype, tolerance: float) -> None:
+    """Kernels, flash attention and fused pieces against float64 on the CPU; three heads share a key."""
+    shape = reference.tiny_shape(
+        target_hidden_size=96, hidden_size=96, num_heads=6, num_kv_heads=2, head_dim=32, intermediate_size=64,
+        vocab_size=400, draft_vocab_size=300, max_position_embeddings=512,
+    )  # fmt: skip
+    draft = reference.random_draft(shape)
+    masks = ["0" * 30 + "1" * 60 + "0" * 11 + "1" * 40, "1" * 77, "000", "0" * 9 + "1" * 120]
+    documents, (head, target_ids) = documents_of(shape, masks), head_of(shape)
+    expected, _, _ = fast(draft, documents, head, target_ids, num_steps=5, rule="drafted")
+    exact = gradients(draft, expected)
+    draft.float().cuda()
+    documents = [(ids, mask, aux.cuda(), last.cuda()) for ids, mask, aux, last in documents]
+    options = Options(dtype, causal_for(torch.device("cuda"), dtype), compiled, recompute)
+    loss, _, _ = fast(
+        draft, documents, head.cuda(), target_ids.cuda(), num_steps=5, rule="drafted", options=options, device="cuda"
+    )
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=tolerance, atol=0)
+    for weight, gradient in gradients(draft, loss).items():
+        error = (gradient.cpu().double() - exact[weight]).norm() / exact[weight].norm()
+        assert error < tolerance * 3, weight
 
 
 def test_recomputing_changes_nothing() -> None:

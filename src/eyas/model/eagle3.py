@@ -116,13 +116,15 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotary embedding of `x` `[n, heads, d]`, halves paired as in Llama."""
     cos, sin = (part[:, None] for part in rotation)
     # The halves change places by a flip, which is a matter of indices forwards and backwards; `cat` would copy twice.
-    return (x * cos + x.view(*x.shape[:-1], 2, -1).flip(-2).view(x.shape) * sin).to(x.dtype)
+    return (x * cos + x.view(*x.shape[:-1], 2, x.shape[-1] // 2).flip(-2).view(x.shape) * sin).to(x.dtype)
 
 
-def feed_forward(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """`down(silu(gate(x)) * up(x))` over `[n, H]`, gate and up one above the other."""
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+def feed_forward(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """`down(silu(gate(x)) * up(x))` over `[n, H]`.
+
+    Two products, not one of both weights: what is split forwards is put together backwards, by a slow kernel.
+    """
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,8 @@ class LayerWeights:
     qkv_embed: torch.Tensor | None
     """`[q + 2 kv, H]`: the columns that read the embedding; the first layer has them."""
     o: torch.Tensor
-    gate_up: torch.Tensor
-    """`[2 · intermediate, H]`."""
+    gate: torch.Tensor
+    up: torch.Tensor
     down: torch.Tensor
     norm: torch.Tensor
     """Of the feature: `hidden_norm` in the first layer, `input_layernorm` in others."""
@@ -152,7 +154,8 @@ class LayerWeights:
             qkv=whole[:, width:] if first else whole,
             qkv_embed=whole[:, :width] if first else None,
             o=attn.o_proj.weight.to(dtype),
-            gate_up=torch.cat([mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype)]),
+            gate=mlp.gate_proj.weight.to(dtype),
+            up=mlp.up_proj.weight.to(dtype),
             down=mlp.down_proj.weight.to(dtype),
             norm=layer.hidden_norm.weight if first else layer.input_layernorm.weight,
             norm_embed=layer.input_layernorm.weight if first else None,

@@ -258,7 +258,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _by_group(x: torch.Tensor, num_kv: int) -> torch.Tensor:
     """`[n, h, …]` as `[n, g, h/g, …]`."""
-    return x.reshape(len(x), num_kv, -1, *x.shape[2:])
+    return x.reshape(len(x), num_kv, x.shape[1] // num_kv, *x.shape[2:])
 
 
 def _heads_first(x: torch.Tensor, num_kv: int) -> torch.Tensor:

@@ -223,7 +223,7 @@ def _project(
     both = F.linear(rms_norm(feature, norm, eps), qkv)
     if embedded is not None:
         both = both + embedded
-    q, k, v = torch.split(both.view(len(both), -1, head_dim), [num_heads, num_kv, num_kv], dim=1)
+    q, k, v = torch.split(both.view(len(both), num_heads + 2 * num_kv, head_dim), [num_heads, num_kv, num_kv], dim=1)
     return rotate(q, rotation), rotate(k, rotation), v
 
 
@@ -233,7 +233,7 @@ def _embed(embedded: torch.Tensor, norm: torch.Tensor, qkv_embed: torch.Tensor, 
 
 
 def _rest(layer: LayerWeights, weights: DraftWeights, *, last: bool) -> tuple[torch.Tensor | None, ...]:
-    return layer.o, layer.norm_mlp, layer.gate_up, layer.down, weights.norm if last else None
+    return layer.o, layer.norm_mlp, layer.gate, layer.up, layer.down, weights.norm if last else None
 
 
 def _finish(
@@ -241,14 +241,15 @@ def _finish(
     attended: torch.Tensor,
     o: torch.Tensor,
     norm_mlp: torch.Tensor,
-    gate_up: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
     down: torch.Tensor,
     norm: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What is left of a layer after its attention: `[n, H]`, behind the last one also after the final norm."""
     x = residual + F.linear(attended.flatten(1), o)
-    x = x + feed_forward(rms_norm(x, norm_mlp, eps), gate_up, down)
+    x = x + feed_forward(rms_norm(x, norm_mlp, eps), gate, up, down)
     return x, None if norm is None else rms_norm(x, norm, eps)
 
 
