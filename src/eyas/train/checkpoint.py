@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -80,10 +81,10 @@ def save(
         _fsync(temporary)
         temporary.rename(final)
         _fsync(final.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        raise _not_written(final, error) from None
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        kind = OutOfSpace if error.errno in (28, 122) else TrainError
-        raise kind(f"{final}: checkpoint not written: {error.strerror or error}") from None
     return final
 
 
@@ -91,10 +92,13 @@ def point(out: Path, name: str, step: int) -> None:
     """Let `checkpoints/latest` or `checkpoints/best` be the one of `step`, in one rename."""
     link = out / CHECKPOINTS / name
     temporary = link.with_name(f".{name}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(f"{step:08d}")
-    temporary.rename(link)
-    _fsync(link.parent)
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(f"{step:08d}")
+        temporary.rename(link)
+        _fsync(link.parent)
+    except OSError as error:
+        raise _not_written(link, error) from None
 
 
 def prune(out: Path, keep: int) -> None:
@@ -107,6 +111,8 @@ def prune(out: Path, keep: int) -> None:
         if path.is_symlink():
             path.unlink()
         else:
+            # Its record first: what is half removed is no checkpoint.
+            (path / STATE).unlink(missing_ok=True)
             shutil.rmtree(path)
 
 
@@ -149,6 +155,15 @@ def read_moments(directory: Path, like: Mapping[str, torch.Tensor]) -> dict[str,
     if differ:
         raise TrainError(f"{path}: does not fit the drafter: {', '.join(differ[:3])}")
     return found
+
+
+def _not_written(path: Path, error: OSError | SafetensorError) -> OutOfSpace | TrainError:
+    """safetensors has the system's error in its words only."""
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+    what = getattr(error, "strerror", None) or error
+    if full:
+        return OutOfSpace(f"{path}: not written: {what}; free some space, then run the same command again", path=path)
+    return TrainError(f"{path}: not written: {what}")
 
 
 def _target(link: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from eyas.config import DraftConfig, TargetConfig, TrainConfig
 from eyas.data.table import SampleTable
@@ -26,6 +27,7 @@ from eyas.model.vocab_map import VocabMap
 from eyas.observe.events import EventLog
 from eyas.observe.heartbeat import Heartbeat
 from eyas.records import UNKNOWN
+from eyas.store.files import raise_store_error
 from eyas.store.reader import DataSet
 from eyas.store.writer import lock
 from eyas.target.files import TargetFiles, open_target, target_digest
@@ -66,6 +68,7 @@ class Inputs:
     samples: TrainingSamples
     files: TargetFiles
     target: TargetConfig
+    target_digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +149,8 @@ def train(
             inputs.samples.held_out,
             pack_tokens=config.pack_tokens,
         )
-        out = _prepare_directory(config.out, resolved, ranks)
-        run = _Run(inputs, config, draft_config, shape, vocab_map, schedule, held_out, ranks, say, stop, out)
+        out = _prepare_directory(config.out, ranks)
+        run = _Run(inputs, config, draft_config, shape, vocab_map, schedule, held_out, ranks, say, stop, out, resolved)
         try:
             receipt = run.train()
         finally:
@@ -194,7 +197,7 @@ def _open(table: SampleTable, states: Path, target: TargetConfig, config: TrainC
             f"{states}: does not say whether its last hidden state is before or after the target's final norm"
         )
     samples = TrainingSamples(table, data, max_train_samples=config.max_train_samples)
-    return Inputs(data, table, samples, files, target)
+    return Inputs(data, table, samples, files, target, digest)
 
 
 def _shape(inputs: Inputs, config: DraftConfig) -> tuple[DraftShape, VocabMap]:
@@ -219,15 +222,24 @@ def _shape(inputs: Inputs, config: DraftConfig) -> tuple[DraftShape, VocabMap]:
     return shape, VocabMap.from_counts(inputs.samples.supervised_counts(vocab_size), size)
 
 
-def _prepare_directory(out: Path, resolved: str, ranks: Ranks) -> Path:
+def _prepare_directory(out: Path, ranks: Ranks) -> Path:
     if ranks.first:
         try:
             (out / checkpoint.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            (out / "run.toml").write_text(resolved)
         except OSError as error:
             raise ConfigError(f"train.out {out}: cannot be written: {error.strerror}") from None
     ranks.barrier()
     return out
+
+
+def _keep_resolved(out: Path, resolved: str) -> None:
+    path = out / "run.toml"
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(resolved)
+        temporary.rename(path)
+    except OSError as error:
+        raise_store_error(error, path, "keeping the run's configuration")
 
 
 class _Run:
@@ -246,10 +258,11 @@ class _Run:
         say: _Speaker,
         stop: threading.Event,
         out: Path,
+        resolved: str,
     ) -> None:
         self.inputs, self.config, self.draft_config, self.ranks = inputs, config, draft_config, ranks
         self.shape, self.vocab_map, self.schedule, self.held_out = shape, vocab_map, schedule, held_out
-        self.say, self.stop, self.out = say, stop, out
+        self.say, self.stop, self.out, self.resolved = say, stop, out, resolved
         self.started = time.monotonic()
         self.num_steps = schedule.num_steps(config.epochs)
         if config.max_steps is not None:
@@ -260,21 +273,27 @@ class _Run:
         self.first_step = 0
         self.doing = "starting"
         self.summary: Summary | None = None
+        self.summary_step = -1
         self.baselines: Mapping[str, Any] | None = None
         self.rate = 0.0
         self.waited = 0.0
         self.latest_loss: float | None = None
         self._lock = lock(out / "lock") if ranks.first else -1
         run_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
-        self._events = EventLog(out / EVENTS, run_id=run_id) if ranks.first else None
-        self._heartbeat = Heartbeat(out / HEARTBEAT, self._beat) if ranks.first else None
+        self._run_id = run_id
+        self._events: EventLog | None = None
+        self._heartbeat: Heartbeat | None = None
         self._trackers: Trackers | None = None
-        if self._heartbeat is not None:
-            self._heartbeat.start()
 
     def train(self) -> TrainReceipt:
+        found = self._take_up()
+        if self.ranks.first:
+            _keep_resolved(self.out, self.resolved)
+            self._events = EventLog(self.out / EVENTS, run_id=self._run_id)
+            self._heartbeat = Heartbeat(self.out / HEARTBEAT, self._beat)
+            self._heartbeat.start()
         try:
-            receipt = self._train()
+            receipt = self._train(found)
         except BaseException as error:
             resumable = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 1) == Stopped.exit_code
             self.doing = "stopped" if resumable else "failed"
@@ -292,8 +311,16 @@ class _Run:
         if self._lock >= 0:
             os.close(self._lock)
 
-    def _train(self) -> TrainReceipt:
-        trainer = self._make()
+    def _take_up(self) -> Path | None:
+        """The latest checkpoint with its state, which must be of a run with these settings; nothing is written yet."""
+        found = checkpoint.latest(self.out)
+        if found is not None:
+            self.state = checkpoint.read_state(found)
+            self._require_same_settings(found)
+        return found
+
+    def _train(self, found: Path | None) -> TrainReceipt:
+        trainer = self._make(found)
         baseline = self._baseline()
         self._tell_start()
         waited_s = 0.0
@@ -307,11 +334,10 @@ class _Run:
         self._end()
         return self._receipt(seconds, waited_s)
 
-    def _make(self) -> Trainer:
+    def _make(self, found: Path | None) -> Trainer:
         """The drafter with its optimizer and its teacher, new or from the latest checkpoint."""
         self.doing = "loading"
         config, device = self.config, self.ranks.device
-        found = checkpoint.latest(self.out)
         assert self.inputs.target.path is not None
         if found is None:
             draft = Eagle3Draft(self.shape)
@@ -327,8 +353,6 @@ class _Run:
                 self.say(f"starts from {self.draft_config.start_from}; {new:,} tokens are new to it")
             moments = None
         else:
-            self.state = checkpoint.read_state(found)
-            self._require_same_settings(found)
             draft, vocab_map, _ = engine_layout.load(
                 found / checkpoint.DRAFT, target=self.inputs.target.path,
                 trust_remote_code=self.inputs.target.trust_remote_code,
@@ -336,6 +360,7 @@ class _Run:
             if draft.shape != self.shape or not torch.equal(vocab_map.d2t, self.vocab_map.d2t):
                 raise TrainError(f"{found}: its drafter has another shape or vocabulary than this run's")
             self.say(f"goes on from {found}, step {self.state.step:,}")
+            self._point()  # a kill may have come between the checkpoint and its links
             moments = found
         self.first_step = self.state.step
         self._say_size()
@@ -353,7 +378,7 @@ class _Run:
         ).on(device, self.dtype)  # fmt: skip
         norm = self.inputs.data.spec.last_hidden_norm
         assert norm != "unknown"
-        name = f"likeliest-{self.inputs.data.fingerprint[:8]}-{str(self.dtype).removeprefix('torch.')}.i32"
+        name = f"likeliest-{_digest_of(self.inputs)}-{str(self.dtype).removeprefix('torch.')}.i32"
         likeliest = Likeliest(self.out / name, self.inputs.data)
         teacher = TargetTeacher(head, self.vocab_map, norm, likeliest)
         return Trainer(run, optimizer, teacher, self.inputs.data, self.inputs.samples, config, self.ranks)
@@ -383,14 +408,14 @@ class _Run:
                 if done % config.log_every == 0 or done == self.num_steps:
                     self._log_step(step, epoch, since, trainer.grad_norm)
                     since = None
-                if sums.stop:
-                    self._save(trainer)
-                    raise Stopped(f"{self.out}: stopped after step {done:,}, saved; the same command goes on from here")
+                # A look that is due comes before a stop: no later start would make up for it.
                 looked = self._look_due(done, epoch)
                 if looked:
                     self._look(trainer, epoch, baseline)
-                if looked or done % config.checkpoint_every == 0:
+                if looked or sums.stop or done % config.checkpoint_every == 0:
                     self._save(trainer)
+                if sums.stop and done < self.num_steps:
+                    raise Stopped(f"{self.out}: stopped after step {done:,}, saved; the same command goes on from here")
                 if looked or done % RATE_WINDOW_STEPS == 0:
                     window_start, window_tokens, window_waited = time.monotonic(), 0, loader.waited_s
             return loader.waited_s
@@ -415,6 +440,7 @@ class _Run:
         labels = [labels_of(samples.source(i), samples.tags(i), samples.language(i)) for i in samples.held_out.tolist()]
         self.summary = summarize(tally)
         step, seconds = self.state.step, time.monotonic() - started
+        self.summary_step = step
         self._event(
             "eval",
             step=step,
@@ -455,10 +481,8 @@ class _Run:
                 self.out, draft, self.vocab_map, moments, self.state,
                 target_config=self.inputs.files.config, about=self._about(),
             )  # fmt: skip
-            best = self.state.best_step == self.state.step or self.state.best_step is None
-            checkpoint.point(self.out, checkpoint.LATEST, self.state.step)
-            if best:
-                checkpoint.point(self.out, checkpoint.BEST, self.state.step)
+            best = self.state.best_step in (self.state.step, None)
+            self._point()
             checkpoint.prune(self.out, self.config.keep)
             size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
             self._event(
@@ -469,8 +493,24 @@ class _Run:
                 seconds=time.monotonic() - started,
                 best=best,
             )
-            write_report(self.out, png=False)
+            self._page(png=False)
         self.ranks.barrier()
+
+    def _point(self) -> None:
+        """Let the links say what the state says."""
+        if self.ranks.first:
+            best = self.state.step if self.state.best_step is None else self.state.best_step
+            checkpoint.point(self.out, checkpoint.LATEST, self.state.step)
+            if (checkpoint.step_directory(self.out, best) / checkpoint.STATE).is_file():
+                checkpoint.point(self.out, checkpoint.BEST, best)
+
+    def _page(self, *, png: bool) -> list[Path]:
+        """The report; a page that cannot be written costs no training."""
+        try:
+            return write_report(self.out, png=png)
+        except TrainError as error:
+            self.say(str(error))
+            return []
 
     def _about(self) -> dict[str, Any]:
         """How the drafter was made, for its config.json."""
@@ -481,7 +521,7 @@ class _Run:
             "step": self.state.step,
             "tokens": self.state.tokens,
             "settings": dict(self.settings),
-            "held_out": None if self.summary is None else self.summary.to_json(),
+            "held_out": self.summary.to_json() if self.summary and self.summary_step == self.state.step else None,
         }
 
     def _baseline(self) -> Baseline | None:
@@ -595,7 +635,7 @@ class _Run:
         best_step = self.state.best_step if self.state.best_step is not None else self.state.step
         files: list[Path] = []
         if self.ranks.first:
-            files = write_report(self.out)
+            files = self._page(png=True)
         best = checkpoint.step_directory(self.out, best_step) / checkpoint.DRAFT
         missing = plots_missing()
         return TrainReceipt(
@@ -671,6 +711,13 @@ def _settings(config: TrainConfig, draft: DraftConfig, inputs: Inputs) -> dict[s
         "samples": inputs.table.digest,
         "num_train": len(inputs.samples.train),
     }
+
+
+def _digest_of(inputs: Inputs) -> str:
+    """Of what the target's likeliest tokens depend on: the states, their order, and the target's head."""
+    digest = xxhash.xxh3_64(f"{inputs.data.fingerprint} {inputs.target_digest}".encode())
+    digest.update(inputs.data.ids.tobytes())
+    return digest.hexdigest()
 
 
 def _number(value: float | None) -> str:

@@ -6,14 +6,15 @@ hidden size.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
-from eyas.errors import OutOfSpace, TrainError
 from eyas.model.vocab_map import VocabMap
+from eyas.store.files import raise_store_error
 from eyas.store.reader import DataSet
 from eyas.target.head import HeadTensors
 from eyas.train.loader import Batch
@@ -36,18 +37,26 @@ class Likeliest:
         counts = data.token_counts.astype(np.int64)
         self._starts = np.concatenate([[0], np.cumsum(counts)])
         size = 4 * int(self._starts[-1])
+        self._path = path
         try:
-            with path.open("ab") as file:
-                if file.tell() != size:
-                    file.truncate(0)
-                    file.truncate(size)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # Of another size it is about other samples; several processes may come here at one time.
+            if os.fstat(self._fd).st_size not in (0, size):
+                os.ftruncate(self._fd, 0)
+            os.ftruncate(self._fd, size)
         except OSError as error:
-            raise (OutOfSpace if error.errno == 28 else TrainError)(f"{path}: {error.strerror}") from None
-        self._tokens = np.memmap(path, dtype="<i4", mode="r+", shape=(int(self._starts[-1]),))
+            raise_store_error(error, path, "making the cache of the target's likeliest tokens")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    __del__ = close
 
     def get(self, batch: Batch) -> torch.Tensor:
         """`[N]` int64 on the batch's device: tokens, -1 where none was looked for."""
-        rows = [self._tokens[self._starts[i] : self._starts[i + 1]] for i in batch.indices]
+        rows = [self._read(i) for i in batch.indices]
         return torch.from_numpy(np.concatenate(rows).astype(np.int64) - 1).to(batch.states.device)
 
     def put(self, batch: Batch, tokens: torch.Tensor) -> None:
@@ -55,8 +64,23 @@ class Likeliest:
         found = (tokens + 1).to("cpu", torch.int32).numpy()
         for i, index in enumerate(batch.indices):
             here = found[int(batch.cu_seqlens[i]) : int(batch.cu_seqlens[i + 1])]
-            kept = self._tokens[self._starts[index] : self._starts[index + 1]]
-            kept[here != UNKNOWN] = here[here != UNKNOWN]
+            kept = np.where(here != UNKNOWN, here, self._read(index)).astype("<i4")
+            try:
+                # Not through a mapped file, where a full disk is a signal and not an error.
+                os.pwrite(self._fd, kept.tobytes(), 4 * int(self._starts[index]))
+            except OSError as error:
+                raise_store_error(error, self._path, "keeping the target's likeliest tokens")
+
+    def _read(self, index: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """A sample's entries; what is not there yet is a hole."""
+        start, stop = 4 * int(self._starts[index]), 4 * int(self._starts[index + 1])
+        found = np.zeros((stop - start) // 4, dtype="<i4")
+        try:
+            read = os.pread(self._fd, stop - start, start)
+        except OSError as error:
+            raise_store_error(error, self._path, "reading the target's likeliest tokens")
+        found[: len(read) // 4] = np.frombuffer(read[: len(read) // 4 * 4], dtype="<i4")
+        return found
 
 
 class TargetTeacher:
