@@ -238,23 +238,20 @@ def _words_in(text: str) -> _Text:
     letter_of, is_word = _letters()
     letters = np.zeros(len(units) + _LOAD, dtype="<u2")
     letters[: len(units)] = letter_of.take(units)
-    inside = letters[: len(units) + 1] != 0  # one more at the end, which is no letter
-    begins = inside.copy()
-    begins[1:] &= ~inside[:-1]
-    ends = ~inside
-    ends[0] = False
-    ends[1:] &= inside[:-1]
+    inside = np.zeros(len(units) + 2, dtype=np.bool_)  # one more at either end, which is no letter
+    np.not_equal(letters[: len(units)], 0, out=inside[1:-1])
+    begins_or_ends = inside[1:] != inside[:-1]  # [C + 1]
+    edges = np.flatnonzero(begins_or_ends)
     high = np.flatnonzero(units >= _UNSPACED[0][0])
     alone = high[is_word[units[high]]]
     if len(alone):
-        # A word of its own begins at itself, ends before the next unit, and ends whatever stood before it.
-        begins[alone] = True
-        begins[alone + 1] |= inside[alone + 1]
-        ends[alone + 1] = True
-        before = alone[alone > 0]
-        ends[before] |= inside[before - 1]
-    starts = np.flatnonzero(begins)
-    return _Text(units, letters, starts, np.flatnonzero(ends) - starts)
+        # A word of its own begins and ends also where the letters go on: there one word ends and another begins.
+        cut = np.zeros(len(begins_or_ends), dtype=np.bool_)
+        cut[alone] = cut[alone + 1] = True
+        edges = np.flatnonzero(begins_or_ends | cut)
+        edges = np.repeat(edges, np.where(begins_or_ends[edges], 1, 2))
+    starts = edges[::2]
+    return _Text(units, letters, starts, edges[1::2] - starts)
 
 
 def _mixed(hashes: Words) -> Words:
