@@ -101,6 +101,7 @@ def _short_way(raw: bytes, with_texts: bool) -> Conversation | None:
     except msgspec.ValidationError:
         return None
     answered = False
+    texts: list[str] = []
     said = turns
     for number, turn in enumerate(turns):
         role = ROLES.get(turn.role)
@@ -113,6 +114,8 @@ def _short_way(raw: bytes, with_texts: bool) -> Conversation | None:
             and turn.reasoning_content is turn.reasoning is turn.thinking is turn.name is turn.tool_call_id is _UNSET
         ):
             answered |= role == "assistant" and turn.content != ""
+            if with_texts:
+                texts.append(turn.content)
             continue
         known = turn
         calls = turn.tool_calls
@@ -137,16 +140,14 @@ def _short_way(raw: bytes, with_texts: bool) -> Conversation | None:
             if said is turns:
                 said = list(turns)
             said[number] = known
+        if with_texts:
+            told = (turn.content, *thoughts)
+            texts += [text for text in told if isinstance(text, str)]
+            if calls is not _NO_CALLS:
+                texts += _called_with(bytes(turn.tool_calls))
     if not turns:
         return None
     messages = encode(turns)
-    texts: list[str] = []
-    if with_texts:
-        for turn in turns:
-            told = (turn.content, turn.reasoning, turn.reasoning_content, turn.thinking)
-            texts += [text for text in told if isinstance(text, str)]
-            if turn.tool_calls is not _NO_CALLS:
-                texts += _called_with(bytes(turn.tool_calls))
     return Conversation(messages, messages if said is turns else encode(said), texts, answered)
 
 
