@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,14 @@ import numpy as np
 import torch
 
 import tiny_models
+from eyas import config as configuration
 from eyas.config import CaptureConfig, EngineConfig, TargetConfig
 from eyas.data.table import SampleTable
 from eyas.engine.hf import HfEngine
+from eyas.log import Progress
 from eyas.records import Sample
 from eyas.target.head import TargetHead
+from eyas.train.run import TrainReceipt, train
 from fake_data import config, make_table_of, run
 
 TOML = """
@@ -79,7 +84,39 @@ def make(base: Path, *, family: str = "llama", num_samples: int = 40, dtype: str
     return base
 
 
-__all__ = ["CaptureConfig", "SampleTable", "make"]
+class StopAfter(threading.Event):
+    """A stop that is asked for during optimizer step `step` of this start, the first one being 1."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._left = step
+
+    def is_set(self) -> bool:
+        self._left -= 1
+        return self._left <= 0
+
+
+def train_in(
+    base: Path, out: Path, *overrides: str, stop: threading.Event | None = None
+) -> tuple[TrainReceipt | None, str]:
+    """Train in this process with the data of `base`, into `out`: the receipt, and what was said."""
+    tree = configuration.load(base / "run.toml", [f"train.out={out}", *overrides])
+    assert tree.data.samples is not None and tree.capture.out is not None
+    said = io.StringIO()
+    receipt = train(
+        tree.train,
+        tree.draft,
+        tree.target,
+        table=SampleTable.open(tree.data.samples),
+        states=tree.capture.out,
+        resolved=configuration.dump(tree),
+        progress=Progress(stream=said),
+        stop=stop or threading.Event(),
+    )
+    return receipt, said.getvalue()
+
+
+__all__ = ["CaptureConfig", "SampleTable", "StopAfter", "make", "train_in"]
 
 if __name__ == "__main__":
     make(Path(sys.argv[1]))

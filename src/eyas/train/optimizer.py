@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -32,7 +33,7 @@ class Optimizer:
         self._ranks, self._clip = ranks, config.clip
         self._sharded = config.sharded and ranks.world > 1
         if self._sharded:
-            _shard(run, dtype)
+            _shard(run, dtype, ranks)
         self._named = {name: p for name, p in run.draft.named_parameters() if p.requires_grad}
         self._adam = torch.optim.AdamW(
             self._named.values(),
@@ -88,10 +89,12 @@ class Optimizer:
         return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in self._named.items()}
 
 
-def _shard(run: Pass, dtype: torch.dtype) -> None:
+def _shard(run: Pass, dtype: torch.dtype, ranks: Ranks) -> None:
     """FSDP2: weights, gradients and moments in pieces, arithmetic in `dtype`, gradients summed in float32."""
     frozen = {p for p in run.draft.parameters() if not p.requires_grad}
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    whole = fully_shard(run, mp_policy=policy, ignored_params=frozen)
-    # The loss is divided by the count of all ranks already: gradients are summed, not averaged.
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    whole = fully_shard(run, mesh=mesh, mp_policy=policy, ignored_params=frozen)
+    # The loss is divided by the count of all ranks already: gradients are summed, not averaged; plainly, as gloo can.
     whole.set_gradient_divide_factor(1.0)
+    whole.set_force_sum_reduction_for_comms(True)

@@ -353,10 +353,13 @@ class _Run:
                 self.say(f"starts from {self.draft_config.start_from}; {new:,} tokens are new to it")
             moments = None
         else:
-            draft, vocab_map, _ = engine_layout.load(
-                found / checkpoint.DRAFT, target=self.inputs.target.path,
-                trust_remote_code=self.inputs.target.trust_remote_code,
-            )  # fmt: skip
+            try:
+                draft, vocab_map, _ = engine_layout.load(
+                    found / checkpoint.DRAFT, target=self.inputs.target.path,
+                    trust_remote_code=self.inputs.target.trust_remote_code,
+                )  # fmt: skip
+            except ConfigError as error:
+                raise TrainError(f"{error}; remove {found} to go on from the checkpoint before it") from None
             if draft.shape != self.shape or not torch.equal(vocab_map.d2t, self.vocab_map.d2t):
                 raise TrainError(f"{found}: its drafter has another shape or vocabulary than this run's")
             self.say(f"goes on from {found}, step {self.state.step:,}")

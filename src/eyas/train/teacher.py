@@ -56,7 +56,7 @@ class Likeliest:
 
     def get(self, batch: Batch) -> torch.Tensor:
         """`[N]` int64 on the batch's device: tokens, -1 where none was looked for."""
-        rows = [self._read(i) for i in batch.indices]
+        rows = [np.zeros(0, np.int32), *map(self._read, batch.indices)]
         return torch.from_numpy(np.concatenate(rows).astype(np.int64) - 1).to(batch.states.device)
 
     def put(self, batch: Batch, tokens: torch.Tensor) -> None:
