@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 import tiny_models
 from eyas import config as configuration
@@ -70,11 +71,21 @@ def answers(model: Any, num_samples: int, *, seed: int = 0) -> list[Sample]:
 
 
 @torch.no_grad()
-def make(base: Path, *, family: str = "llama", num_samples: int = 40, dtype: str = "float32", **changes: Any) -> Path:
+def make(
+    base: Path,
+    *,
+    family: str = "llama",
+    num_samples: int = 40,
+    dtype: str = "float32",
+    **changes: Any,
+) -> Path:
     """`base` with `run.toml`, a target of the family, its sample table and its captured states."""
     base.mkdir(parents=True, exist_ok=True)
-    tiny_models.save(family, base / "target", **changes)
     model = tiny_models.build(family, **changes)
+    model.save_pretrained(base / "target")
+    if dtype != "float32":
+        # Not by `to`, which would round the rotary frequencies, too.
+        model = AutoModelForCausalLM.from_pretrained(base / "target", dtype=getattr(torch, dtype)).eval()
     table = make_table_of(base / "samples.parquet", answers(model, num_samples))
     engine = HfEngine(TargetConfig(path=base / "target"), EngineConfig(device="cpu", dtype=dtype), None)
     engine.head = TargetHead.load(base / "target")  # type: ignore[attr-defined]
