@@ -42,17 +42,17 @@ from eyas.target.files import open_target, target_digest
 from eyas.target.head import HeadTensors, TargetHead
 from eyas.train import checkpoint, status, step, ttt
 from eyas.train.attention import Plain
-from eyas.train.loader import batch_of
+from eyas.train.loader import Loader, batch_of
 from eyas.train.loop import Trainer
 from eyas.train.metrics import Summary, summarize
 from eyas.train.optimizer import Optimizer
-from eyas.train.packs import evaluation_packs
+from eyas.train.packs import Schedule, evaluation_packs
 from eyas.train.ranks import Ranks
 from eyas.train.report import write_report
 from eyas.train.samples import TrainingSamples
 from eyas.train.teacher import Likeliest, TargetTeacher
 from eyas.train.ttt import Rows, plan_rows
-from fake_data import make_table
+from fake_data import make_table, make_table_of
 from train_data import StopAfter, train_in
 
 TRAINING_S = 120
@@ -390,7 +390,7 @@ def test_a_full_disk_is_a_stop_that_resumes(
             patch.setattr(checkpoint if where == "the optimizer" else engine_layout, "save_file", full)
         with pytest.raises(OutOfSpace) as error:
             train_in(base, out, *settings)
-    assert error.value.exit_code == 3 and "no space left" in str(error.value).lower()
+    assert error.value.exit_code == 3 and "no space left to write it; free some" in str(error.value)
     assert [p.name for p in (out / checkpoint.CHECKPOINTS).glob(".0*")] == []
     assert events(out, "end")[-1]["state"] == "stopped"
     train_in(base, out, *settings)
@@ -429,6 +429,24 @@ def test_a_loss_that_is_no_number_stops_with_the_step_and_the_samples(tmp_path: 
     assert draft.unset() == []
     stand = status.status(out)
     assert stand.state == "failed" and "not finite" in stand.last_error
+
+
+def test_a_sample_with_states_that_are_no_numbers_is_named(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, not the whole pack."""
+    good = Loader._read
+    samples = TrainingSamples(SampleTable.open(base / "samples.parquet"), DataSet(base / "states"))
+    bad = int(samples.train[7])
+
+    def poisoned(self: Loader, buffer: torch.Tensor, index: int, rows: torch.Tensor) -> None:
+        good(self, buffer, index, rows)
+        if index == bad:
+            rows[0, 12] = torch.nan
+
+    monkeypatch.setattr(Loader, "_read", poisoned)
+    with pytest.raises(NonFinite, match=f"Samples: {samples.sample_id(bad)}. Look at"):
+        train_in(base, tmp_path / "out", "train.epochs=1")
 
 
 def test_a_gradient_that_is_no_number_never_reaches_the_weights(
@@ -497,13 +515,22 @@ def test_another_table_is_a_clear_error(tmp_path: Path, base: Path) -> None:
     assert code == 1, child.said()
     (line,) = child.errors()
     assert str(other) in line and "none of its 2 samples" in line
-    # A part of the same table is another training, too.
+    # The same samples with other masks, or a part of them, is another training.
     out = tmp_path / "run"
     train_in(base, out, "train.epochs=1")
     code, child = eyas(
         tmp_path, "train", base / "run.toml", f"train.out={out}", "train.max_train_samples=5", "train.epochs=2"
     )
     assert code == 2 and any("max_train_samples" in line for line in child.errors()), child.said()
+    masks = [
+        dataclasses.replace(sample, loss_spans=sample.loss_spans[1:])
+        for sample in SampleTable.open(base / "samples.parquet").samples()
+    ]
+    make_table_of(tmp_path / "masks.parquet", masks)
+    code, child = eyas(
+        tmp_path, "train", base / "run.toml", f"train.out={out}", f"data.samples={tmp_path / 'masks.parquet'}"
+    )
+    assert code == 2 and ": samples: " in child.errors()[0], child.said()
 
 
 @pytest.mark.parametrize(
@@ -517,6 +544,7 @@ def test_another_table_is_a_clear_error(tmp_path: Path, base: Path) -> None:
         ("data.samples=nowhere", 2, "nowhere"),
         ("target.path=nowhere", None, "nowhere"),
         ("train.device=tpu", 2, "train.device"),
+        ("train.out=states", 2, "train.out: "),
         ("train.pack_tokens=8", 2, "train.pack_tokens: 8 is too small"),
     ],
 )
@@ -531,7 +559,8 @@ def test_what_is_missing_is_one_line(tmp_path: Path, base: Path, override: str, 
             where = tmp_path if line.startswith('out = "run"') else base
             lines.append(line.replace(' = "', f' = "{where}/') if inside != "train" or "out" in line else line)
     toml = "\n".join(lines)
-    more = [f"{name}={tmp_path / value if value == 'nowhere' else value}"] if value else []
+    meant = {"nowhere": tmp_path / "nowhere", "states": base / "states"}
+    more = [f"{name}={meant.get(value, value)}"] if value else []
     (tmp_path / "run.toml").write_text(toml)
     found, child = eyas(tmp_path, "train", tmp_path / "run.toml", *more)
     assert found == code or (code is None and found in (1, 2)), child.said()
@@ -619,9 +648,16 @@ def test_status_watch_and_report_work_while_it_runs_and_after_a_kill(tmp_path: P
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_two_ranks_learn_what_one_does(tmp_path: Path, base: Path, sharded: bool) -> None:
-    """Three packs a step are uneven, and the last step of an epoch has two or fewer."""
-    settings = ["train.step_packs=3", "train.epochs=3", f"train.sharded={str(sharded).lower()}"]
+    """Three packs a step are uneven, in the last step of an epoch a rank has none, and one has to look more often."""
+    settings = ["train.step_packs=3", "train.epochs=2", "train.pack_tokens=130"]
+    settings.append(f"train.sharded={str(sharded).lower()}")
     one, _ = train_in(base, tmp_path / "one", *settings)
+    data = DataSet(base / "states")
+    samples = TrainingSamples(SampleTable.open(base / "samples.parquet"), data)
+    sizes = {"pack_tokens": 130}
+    schedule = Schedule(samples.ids, samples.token_counts, samples.train, step_packs=3, seed=0, **sizes)
+    assert 1 in [len(schedule.step(number)[1]) for number in range(schedule.num_steps(2))]
+    assert len(evaluation_packs(samples.ids, samples.token_counts, samples.held_out, **sizes)) % 2
     out = tmp_path / "two"
     children = ranks(tmp_path, 2, "train", base / "run.toml", f"train.out={out}", *settings, "--json")
     assert [child.wait() for child in children] == [0, 0], [child.said() for child in children]

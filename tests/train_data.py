@@ -85,7 +85,7 @@ def make(
     model.save_pretrained(base / "target")
     if dtype != "float32":
         # Not by `to`, which would round the rotary frequencies, too.
-        model = AutoModelForCausalLM.from_pretrained(base / "target", dtype=getattr(torch, dtype)).eval()
+        model = AutoModelForCausalLM.from_pretrained(base / "target", dtype=getattr(torch, dtype))
     table = make_table_of(base / "samples.parquet", answers(model, num_samples))
     engine = HfEngine(TargetConfig(path=base / "target"), EngineConfig(device="cpu", dtype=dtype), None)
     engine.head = TargetHead.load(base / "target")  # type: ignore[attr-defined]

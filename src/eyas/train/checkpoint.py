@@ -81,7 +81,7 @@ def save(
         _fsync(temporary)
         temporary.rename(final)
         _fsync(final.parent)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, OutOfSpace) as error:
         raise _not_written(final, error) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -157,12 +157,12 @@ def read_moments(directory: Path, like: Mapping[str, torch.Tensor]) -> dict[str,
     return found
 
 
-def _not_written(path: Path, error: OSError | SafetensorError) -> OutOfSpace | TrainError:
+def _not_written(path: Path, error: OSError | SafetensorError | OutOfSpace) -> OutOfSpace | TrainError:
     """safetensors has the system's error in its words only."""
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+    full = isinstance(error, OutOfSpace) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    if full or "No space left" in str(error):
+        return OutOfSpace(f"{path}: no space left to write it; free some, then run the same command again", path=path)
     what = getattr(error, "strerror", None) or error
-    if full:
-        return OutOfSpace(f"{path}: not written: {what}; free some space, then run the same command again", path=path)
     return TrainError(f"{path}: not written: {what}")
 
 

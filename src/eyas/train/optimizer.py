@@ -60,11 +60,14 @@ class Optimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Whole tensors `{name}.{exp_avg, exp_avg_sq, step}`; empty before the first step. Every rank has to ask."""
+        """Whole tensors `{name}.{exp_avg, exp_avg_sq, step}`; empty before the first step.
+
+        Every rank has to ask; of what is spread over the ranks only the first one gets anything.
+        """
         found: dict[str, torch.Tensor] = {}
         for name, p in self._named.items():
             for kind, value in self._adam.state.get(p, {}).items():
-                found[f"{name}.{kind}"] = value.full_tensor() if isinstance(value, DTensor) else value
+                found[f"{name}.{kind}"] = self._whole(value)
         return found
 
     def moments_like(self) -> dict[str, torch.Tensor]:
@@ -85,8 +88,15 @@ class Optimizer:
             self._adam.state[p] = state
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
-        """The trainable weights as whole tensors, on every rank."""
-        return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in self._named.items()}
+        """The trainable weights as whole tensors; every rank has to ask, as for `moments`."""
+        return {name: self._whole(p.detach()) for name, p in self._named.items()}
+
+    def _whole(self, value: torch.Tensor) -> torch.Tensor:
+        """One at a time in the device's memory: sharded, there may not be room for all of them."""
+        if not isinstance(value, DTensor):
+            return value
+        whole = value.full_tensor()
+        return whole.cpu() if self._ranks.first else whole.new_empty(0)
 
 
 def _shard(run: Pass, dtype: torch.dtype, ranks: Ranks) -> None:

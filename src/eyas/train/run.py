@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import threading
 import time
@@ -130,6 +131,8 @@ def train(
     gradient that is no number.
     """
     assert config.out is not None and target.path is not None
+    if config.out.resolve() == states.resolve():
+        raise ConfigError(f"train.out: {config.out} is the data set itself; choose another directory")
     with Ranks.of(config.device) as ranks:
         say = _Speaker(progress, ranks)
         say("opening the data set, joining the sample table")
@@ -227,6 +230,8 @@ def _prepare_directory(out: Path, ranks: Ranks) -> Path:
         try:
             (out / checkpoint.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise_store_error(error, out, "making the run's directory")
             raise ConfigError(f"train.out {out}: cannot be written: {error.strerror}") from None
     ranks.barrier()
     return out
@@ -289,7 +294,10 @@ class _Run:
         found = self._take_up()
         if self.ranks.first:
             _keep_resolved(self.out, self.resolved)
-            self._events = EventLog(self.out / EVENTS, run_id=self._run_id)
+            try:
+                self._events = EventLog(self.out / EVENTS, run_id=self._run_id)
+            except OSError as error:
+                raise_store_error(error, self.out / EVENTS, "opening the log of events")
             self._heartbeat = Heartbeat(self.out / HEARTBEAT, self._beat)
             self._heartbeat.start()
         try:
