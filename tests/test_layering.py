@@ -18,6 +18,7 @@ LEVELS: list[set[str]] = [
     {"target"},
     {"data", "store", "engine", "model", "observe"},
     {"generate", "capture", "serve", "train"},
+    {"evaluate"},  # shares the pass, the samples and the tally with the training
     {"cli"},
     {"__main__"},
 ]

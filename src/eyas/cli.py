@@ -442,6 +442,58 @@ def train(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) ->
 
 
 @app.command()
+def evaluate(
+    run: RunFile,
+    overrides: Overrides = None,
+    draft: Annotated[
+        Path | None, typer.Option("--draft", metavar="DIR", help="A checkpoint; default: the best one of train.out.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="JSON; default: beside the checkpoint.")
+    ] = None,
+    decode: Annotated[bool, typer.Option("--decode", help="Decode speculatively, beside plain decoding.")] = False,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="With --decode: JSONL of conversations or ids.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --decode: prompts at most.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how many tokens a drafter gets accepted: from the captured states, or in real speculative decoding."""
+    progress = _first_line("evaluate", run)
+    tree = _load(run, overrides or ())
+    _need(tree.target.path, "target.path")
+    if decode != (prompts is not None) or (limit is not None and not decode):
+        raise ConfigError("--decode needs --prompts FILE; --prompts and --limit need --decode")
+    _stop_by_exception()
+    from eyas.evaluate import drafts
+
+    found = drafts.find_draft(draft, tree.train.out)
+    if prompts is not None:
+        from eyas.evaluate import compare
+
+        receipt: Any = compare.evaluate(
+            tree.evaluate, tree.target, tree.engine, tree.data, draft=found, prompts=prompts, limit=limit,
+            progress=progress,
+        )  # fmt: skip
+        name = compare.FILE
+    else:
+        from eyas.data.table import SampleTable
+        from eyas.evaluate import offline
+
+        states = _need(tree.capture.out, "capture.out")
+        table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
+        receipt = offline.evaluate(
+            tree.evaluate, tree.train, tree.target, draft=found, table=SampleTable.open(table_path), states=states,
+            progress=progress,
+        )  # fmt: skip
+        name = offline.FILE
+    receipt = dataclasses.replace(receipt, file=str(out or drafts.beside(found, name)))
+    drafts.write(Path(receipt.file), receipt.as_dict())
+    progress.close()
+    _result(receipt.as_dict(), receipt.lines(), as_json=as_json)
+
+
+@app.command()
 def report(
     root: Annotated[Path, typer.Argument(metavar="DIR", help="A training: the directory named by train.out.")],
 ) -> None:

@@ -311,6 +311,25 @@ class TrainConfig(Section):
     """Seconds between two progress lines in a file."""
 
 
+class EvaluateConfig(Section):
+    """How good a drafter is: from stored states, or in real speculative decoding."""
+
+    split: Literal["held_out", "train", "all"] = "held_out"
+    """Samples of the table that stored states are read of."""
+    ttt_length: int = Field(8, ge=1, le=16)
+    """Steps, and so the longest chain, that stored states are asked about."""
+    aux_layers: tuple[int, ...] | None = None
+    """Hidden-state indices of a checkpoint that does not say them."""
+    max_new_tokens: int = Field(256, ge=1)
+    """Of one answer."""
+    num_draft_tokens: int = Field(4, ge=1)
+    """Tokens that are drafted before the target is asked."""
+    temperature: float = Field(0.0, ge=0.0)
+    """0 is greedy."""
+    seed: int = 0
+    """Of answers that are drawn, temperature above 0."""
+
+
 class Config(Section):
     """The whole tree; pass the section that is needed, never the tree."""
 
@@ -323,6 +342,7 @@ class Config(Section):
     capture: CaptureConfig = CaptureConfig()
     draft: DraftConfig = DraftConfig()
     train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:

@@ -209,6 +209,11 @@ class HfEngine:
         states = self._forward(self._load(), [token_ids])
         return {name: tensor[0].float().cpu().numpy() for name, tensor in states.items()}
 
+    def target(self) -> tuple[Structure, Taps]:
+        """The target in memory, and hooks on it for the auxiliary layers of this engine: for who decodes with it."""
+        loaded = self._load()
+        return loaded.structure, loaded.taps
+
     def close(self) -> None:
         """Let go of the model; answers that were given stay valid."""
         if self._loaded is not None:

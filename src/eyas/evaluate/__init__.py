@@ -1,0 +1,1 @@
+"""Acceptance: from stored states alone, and in real speculative decoding."""
