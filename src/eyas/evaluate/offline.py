@@ -43,7 +43,7 @@ FORMULAS = (
     "a: drafter's likeliest token is the target's; c: so at this step and at all before it, that is s+1 drafted "
     "tokens accepted",
     "accuracy = Σ a / Σ n · within = Σ a / Σ v · in vocab = Σ v / Σ n · cumul. c_s = Σ c / Σ n · cond. = c_s / c_{s-1}",
-    "length, pooled, in line s = 1 + c_0 + … + c_s: expected for chains of s+1 drafted tokens, the bonus token included",
+    "length, pooled, in line s = 1 + c_0 + … + c_s: expected for chains of s+1 drafted tokens, bonus token included",
     "length, sample mean: the same of each sample's own Σ c / Σ n, averaged over samples",
 )
 
