@@ -8,6 +8,7 @@ tokens.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ class Target:
         self.device = input_device(structure)
         positions = getattr(config, "max_position_embeddings", None)
         self.max_tokens = int(positions) if positions else None
+        # transformers renames its argument; both names are in use.
+        names = inspect.signature(structure.trunk.forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"
 
     def begin(self) -> Session:
         return Session(self)
@@ -69,7 +73,7 @@ class Session:
         target = self._target
         ids = torch.tensor([list(token_ids)], device=target.device)
         with target.taps as hidden:
-            output: Any = target.structure.trunk(input_ids=ids, past_key_values=self._cache, use_cache=True)
+            output: Any = target.structure.trunk(input_ids=ids, use_cache=True, **{target.cache_name: self._cache})
             kept = [hidden[k][0] for k in target.aux_layers] if aux else []
         self.num_forwards += 1
         last = output.last_hidden_state
