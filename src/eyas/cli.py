@@ -468,25 +468,28 @@ def evaluate(
     from eyas.evaluate import drafts
 
     found = drafts.find_draft(draft, tree.train.out)
-    if prompts is not None:
-        from eyas.evaluate import compare
+    try:
+        if prompts is not None:
+            from eyas.evaluate import compare
 
-        receipt: Any = compare.evaluate(
-            tree.evaluate, tree.target, tree.engine, tree.data, draft=found, prompts=prompts, limit=limit,
-            progress=progress,
-        )  # fmt: skip
-        name = compare.FILE
-    else:
-        from eyas.data.table import SampleTable
-        from eyas.evaluate import offline
+            name = compare.FILE
+            receipt: Any = compare.evaluate(
+                tree.evaluate, tree.target, tree.engine, tree.data, draft=found, prompts=prompts, limit=limit,
+                progress=progress,
+            )  # fmt: skip
+        else:
+            from eyas.data.table import SampleTable
+            from eyas.evaluate import offline
 
-        states = _need(tree.capture.out, "capture.out")
-        table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
-        receipt = offline.evaluate(
-            tree.evaluate, tree.train, tree.target, draft=found, table=SampleTable.open(table_path), states=states,
-            progress=progress,
-        )  # fmt: skip
-        name = offline.FILE
+            name = offline.FILE
+            states = _need(tree.capture.out, "capture.out")
+            table_path = _need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
+            receipt = offline.evaluate(
+                tree.evaluate, tree.train, tree.target, draft=found, table=SampleTable.open(table_path), states=states,
+                progress=progress,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        raise Stopped("stopped; nothing was written, the same command starts anew") from None
     receipt = dataclasses.replace(receipt, file=str(out or drafts.beside(found, name)))
     drafts.write(Path(receipt.file), receipt.as_dict())
     progress.close()

@@ -25,6 +25,9 @@ class Drafter:
 
     def __init__(self, draft: Eagle3Draft, vocab_map: VocabMap, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = draft.shape
+        if not draft.shape.own_embedding:
+            # The target's, which is in that dtype itself.
+            draft.embed_tokens.to(dtype)
         draft = draft.to(device)
         with torch.no_grad():
             self._weights = DraftWeights.of(draft, dtype)

@@ -130,6 +130,8 @@ def evaluate(
     assert norm != "unknown"
     head = TargetHead.load(target.path, trust_remote_code=target.trust_remote_code).on(device, dtype)
     teacher = TargetTeacher(head, vocab_map, norm, NotKept())
+    if dtype == torch.bfloat16 and not draft_model.shape.own_embedding:
+        draft_model.embed_tokens.to(dtype)  # as a training does
     compiled = train.compile if train.compile is not None else device.type == "cuda"
     run = Pass(draft_model.to(device), Options(dtype, causal_for(device, dtype), compiled))
 
