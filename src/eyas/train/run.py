@@ -321,7 +321,11 @@ class _Run:
 
     def _take_up(self) -> Path | None:
         """The latest checkpoint with its state, which must be of a run with these settings; nothing is written yet."""
-        found = checkpoint.latest(self.out)
+        # As the first rank sees it: on another host a shared file system may still show an older one.
+        found = checkpoint.latest(self.out) if self.ranks.first else None
+        known = torch.tensor(0 if found is None else int(found.name) + 1, device=self.ranks.device)
+        number = int(self.ranks.sum(known)) - 1
+        found = checkpoint.step_directory(self.out, number) if number >= 0 else None
         if found is not None:
             self.state = checkpoint.read_state(found)
             self._require_same_settings(found)
