@@ -15,7 +15,7 @@ import train_data
 import train_reference
 from eyas.engine.trunk import Taps, examine
 from eyas.errors import ConfigError
-from eyas.evaluate.choice import Drafted, Greedy, Sampled
+from eyas.evaluate.choice import Drafted, Greedy, Sampled, choice_of
 from eyas.evaluate.decode import Decoded, Target, decode, decode_plainly
 from eyas.evaluate.drafter import Drafter
 from eyas.evaluate.drafts import find_draft
@@ -314,3 +314,25 @@ def test_the_same_seed_draws_the_same_answer() -> None:
         return decode(target, drafter, [5, 6], num_draft_tokens=3, max_new_tokens=12, choice=Sampled(1.0, seed))
 
     assert answer(1).token_ids == answer(1).token_ids != answer(2).token_ids
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_gpu_decodes_the_same(temperature: float) -> None:
+    """Float32: the answers of both devices, greedy and drawn, and what was accepted on the way."""
+    prompt, answers = tiny_models.token_ids(12), []
+    for device in ("cpu", "cuda"):
+        model = tiny_models.build("llama", initializer_range=0.5).to(device)
+        structure = find(model)
+        taps = Taps(structure, AUX)
+        sizes = train_reference.tiny_shape(
+            vocab_size=301, draft_vocab_size=301, target_hidden_size=32, hidden_size=32, max_position_embeddings=512
+        )
+        draft = train_reference.random_draft(sizes, dtype=torch.float32)
+        drafter = Drafter(draft, VocabMap.full(301), torch.float32, torch.device(device))
+        choice = choice_of(temperature, 3)
+        target = Target(structure, taps, AUX)
+        answers.append(decode(target, drafter, prompt, num_draft_tokens=3, max_new_tokens=16, choice=choice))
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].verifications == answers[1].verifications
