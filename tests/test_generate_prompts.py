@@ -148,7 +148,7 @@ def test_demo_prompts_are_varied_and_complete() -> None:
     assert not prompts.rejects
     rows = prompts.answerable
     assert len(rows) >= 72
-    assert [row.prompt_id for row in rows] == [f"demo-{i:03d}" for i in range(1, len(rows) + 1)]
+    assert len({row.prompt_id for row in rows}) == len(rows)
     assert all(row.tags for row in rows)
     tags = {tag for row in rows for tag in row.tags}
     assert tags >= {"chat", "code", "maths", "summary", "extraction", "multi-turn", "system", "short", "long"}
