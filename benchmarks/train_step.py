@@ -133,7 +133,8 @@ class SpecForge:
         config = LlamaConfig(
             hidden_size=s.hidden_size, intermediate_size=s.intermediate_size, num_attention_heads=s.num_heads,
             num_key_value_heads=s.num_kv_heads, head_dim=s.head_dim, vocab_size=s.vocab_size,
-            rms_norm_eps=s.rms_norm_eps, max_position_embeddings=s.max_position_embeddings, rope_theta=500000.0, num_hidden_layers=1, pad_token_id=0,
+            rms_norm_eps=s.rms_norm_eps, max_position_embeddings=s.max_position_embeddings, rope_theta=500000.0,
+            num_hidden_layers=1, pad_token_id=0,
         )  # fmt: skip
         config.draft_vocab_size = s.draft_vocab_size
         self.p, self.compact = p, compact

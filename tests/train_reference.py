@@ -130,7 +130,7 @@ def loss(
     rule: MaskRule,
     decay: float = 0.8,
 ) -> tuple[torch.Tensor, np.ndarray, np.ndarray, np.ndarray]:
-    """Loss of documents `(token_ids, mask, aux [T, A, Ht], last [T, Ht])`, and supervised, valid and correct by step."""
+    """Loss of documents `(token_ids, mask, aux [T, A, Ht], last [T, Ht])`, with counts by step."""
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(num_steps)]
     counts = np.zeros((3, num_steps), dtype=np.int64)
     draft_id = {int(t): i for i, t in enumerate(target_ids)}
