@@ -20,7 +20,8 @@ from eyas.engine.hf import HfEngine
 from eyas.log import Progress
 from eyas.records import Sample
 from eyas.target.head import TargetHead
-from eyas.train.run import TrainReceipt, train
+from eyas.train.receipt import TrainReceipt
+from eyas.train.run import train
 from fake_data import config, make_table_of, run
 
 TOML = """
