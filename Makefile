@@ -28,6 +28,8 @@ demo: setup
 	$(BIN)/eyas capture $(DEMO)
 	$(BIN)/eyas verify demo/states
 	$(BIN)/eyas status demo/states
+	$(BIN)/eyas train $(DEMO)
+	$(BIN)/eyas status demo/train
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow and not sglang'

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.errors import ConfigError
-from eyas.model.create import FcStart, draft_shape, initialise, num_parameters, parameter_bytes, principal_directions
+from eyas.model.create import draft_shape, initialise, num_parameters, parameter_bytes, principal_directions
 from eyas.model.eagle3 import Eagle3Draft
 from eyas.model.shape import DraftShape
 from eyas.model.vocab_map import VocabMap
@@ -40,10 +40,10 @@ def config_of(path: Path) -> dict[str, Any]:
     return config
 
 
-def started(path: Path, *, seed: int = 0, fc: FcStart = "normal", **options: Any) -> Eagle3Draft:
+def started(path: Path, *, seed: int = 0, **options: Any) -> Eagle3Draft:
     shape = draft_shape(config_of(path), spec(), draft_vocab_size=len(IDS), **options)
     draft = Eagle3Draft(shape)
-    initialise(draft, path, VocabMap.of(IDS, 301), seed, fc=fc)
+    initialise(draft, path, VocabMap.of(IDS, 301), seed)
     return draft
 
 
@@ -218,10 +218,8 @@ def test_a_start_depends_on_the_seed_and_on_nothing_else(tmp_path: Path) -> None
 def test_the_start_is_small_and_the_layer_near_the_identity(tmp_path: Path) -> None:
     path = save("llama", tmp_path / "t")
     draft = started(path).requires_grad_(False)
-    assert 0.9 < float(draft.fc.weight.std()) * 96**0.5 < 1.1
-    deepest = started(path, fc="deepest").requires_grad_(False)
-    assert torch.equal(deepest.fc.weight[:, :64], draft.fc.weight[:, :64])
-    assert torch.equal(deepest.fc.weight[:, 64:], torch.eye(32))
+    assert 0.9 < float(draft.fc.weight[:, :64].std()) * 96**0.5 < 1.1
+    assert torch.equal(draft.fc.weight[:, 64:], torch.eye(32))
     mlp = draft.layers[0].mlp
     assert float(mlp.down_proj.weight.std()) < 0.2 * float(mlp.up_proj.weight.std())
 
@@ -237,7 +235,7 @@ def test_a_smaller_drafter_sees_the_target_along_its_main_directions(tmp_path: P
     tensors["model.norm.weight"] = torch.full((32,), 1.5)
     save_file(tensors, path / "model.safetensors")
 
-    draft = started(path, hidden_size=8, fc="deepest")
+    draft = started(path, hidden_size=8)
     assert draft.shape.own_embedding
     assert draft.embed_tokens.weight.requires_grad
     assert (draft.shape.num_heads, draft.shape.intermediate_size) == (1, 16)

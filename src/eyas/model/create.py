@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ MLA_KV_HEADS = 8
 BRANCH_SCALE = 0.1
 """Deviation of `o_proj` and `down_proj` as a share of the ordinary one: the layer starts near the identity."""
 
-FcStart = Literal["normal", "deepest"]
 
 _ROPE_KEYS = (
     "rope_type",
@@ -201,16 +200,16 @@ def initialise(
     vocab_map: VocabMap,
     seed: int,
     *,
-    fc: FcStart = "normal",
     trust_remote_code: bool = False,
 ) -> None:
     """Set every weight of `draft`, in place, from the target and from `seed`; the same on every machine and rank.
 
     - Embedding: the target's, bit for bit. Head: the target's rows of the draft vocabulary, times its logit scale; a
       bias or a soft-cap is left out. Final norm: what the target's multiplies by. Other norms: 1.
-    - `fc`, attention and MLP: normal, `1/sqrt(fan in)`, so that each keeps the size of what it reads; the ways back
-      into the residual stream a tenth of that. With `fc` "deepest" the last auxiliary state enters the feature as it
-      is: it lies in the basis in which the target's head and embedding mean something.
+    - Attention and MLP: normal, `1/sqrt(fan in)`, so that each keeps the size of what it reads; the ways back into the
+      residual stream a tenth of that. `fc` likewise, but the deepest auxiliary state enters the feature as it is: it
+      lies in the basis in which the target's head and embedding mean something. The held-out loss is then a tenth
+      lower after the same steps, with SmolLM2's answers (docs/LOG.md).
 
     With another hidden size `H` everything of the target is seen along the `H` directions in which its embedding varies
     most (`principal_directions`); the final norm's weights go into the head then. ConfigError when the target or the
@@ -241,8 +240,7 @@ def initialise(
         draft.embed_tokens.weight.copy_(embedding)
         draft.lm_head.weight.copy_(rows).mul_(logit_scale)
         draft.norm.weight.copy_(norm_scale)
-    if fc == "deepest":
-        draft.fc.weight[:, -shape.target_hidden_size :] = basis.T.to(draft.fc.weight)
+    draft.fc.weight[:, -shape.target_hidden_size :] = basis.T.to(draft.fc.weight)
     check_set(draft, f"target {target}")
 
 
