@@ -32,7 +32,7 @@ demo: setup
 	$(BIN)/eyas status demo/train
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow and not sglang'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not sglang'
 
 # Heavier suites; pytest's 'nothing collected' (5) is not a failure.
 test-slow: setup
