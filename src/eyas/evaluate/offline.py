@@ -19,20 +19,20 @@ import torch
 
 from eyas.config import EvaluateConfig, TargetConfig, TrainConfig
 from eyas.data.table import SampleTable
-from eyas.errors import ConfigError, DataError, SpecMismatch
+from eyas.errors import ConfigError, DataError
 from eyas.log import Progress, human_time
 from eyas.model import checkpoint as engine_layout
 from eyas.model.eagle3 import Eagle3Draft
 from eyas.records import UNKNOWN
 from eyas.store.reader import DataSet
-from eyas.target.files import target_digest
 from eyas.target.head import TargetHead
 from eyas.train.attention import causal_for
 from eyas.train.loader import Batch, Loader
 from eyas.train.metrics import Summary, Tally, labels_of, slices, summarize
 from eyas.train.packs import evaluation_packs
+from eyas.train.plan import dtype_of, require_target
 from eyas.train.samples import TrainingSamples
-from eyas.train.step import Lesson, Pass, lesson
+from eyas.train.step import Lesson, Pass, count, lesson
 from eyas.train.teacher import Likeliest, TargetTeacher
 from eyas.train.ttt import Options
 
@@ -110,7 +110,7 @@ def evaluate(
     assert target.path is not None
     progress.say("evaluate: opening the data set, joining the sample table")
     data = DataSet(states)
-    _require_target(data, target.path, states)
+    require_target(data, target.path)
     samples = TrainingSamples(table, data)
     indices = {
         "train": samples.train,
@@ -179,16 +179,8 @@ def look(
         batch = dataclasses.replace(batch, states=batch.states[list(fields)])
     taught = lesson(batch, teacher, num_steps=tally.ttt_length, rule="drafted")
     _, outcome = run(taught, torch.ones(tally.ttt_length, device=batch.states.device))
-    owners = np.repeat(np.array(batch.indices, dtype=np.int64), np.diff(np.array(taught.rows.docs.row_bounds)))
-    correct = outcome.correct & outcome.valid
-    tally.add_rows(
-        np.searchsorted(indices, owners),
-        supervised=taught.rows.supervised.cpu().numpy(),
-        in_vocab=outcome.valid.cpu().numpy(),
-        correct=correct.cpu().numpy(),
-        loss=outcome.loss.float().cpu().numpy(),
-    )
-    return taught, correct
+    count(tally, indices, taught, outcome)
+    return taught, outcome.correct & outcome.valid
 
 
 def device_of(train: TrainConfig) -> torch.device:
@@ -198,14 +190,6 @@ def device_of(train: TrainConfig) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"train.device '{name}', but torch {torch.__version__} sees no CUDA device here")
     return device
-
-
-def dtype_of(train: TrainConfig, device: torch.device) -> torch.dtype:
-    """Of the arithmetic, as a training would choose it."""
-    if train.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    found: torch.dtype = getattr(torch, train.dtype)
-    return found
 
 
 class NotKept(Likeliest):
@@ -219,20 +203,6 @@ class NotKept(Likeliest):
 
     def put(self, batch: Batch, tokens: torch.Tensor) -> None:
         pass
-
-
-def _require_target(data: DataSet, target: Path, states: Path) -> None:
-    digest = target_digest(target)
-    if data.spec.target_digest not in (UNKNOWN, digest):
-        raise SpecMismatch(
-            f"{states}: captured from target {data.spec.target_digest}, but {target} is {digest}; set target.path to "
-            "the model that was captured",
-            path=states,
-        )
-    if data.spec.last_hidden_norm == "unknown":
-        raise ConfigError(
-            f"{states}: does not say whether its last hidden state is before or after the target's final norm"
-        )
 
 
 def _fields(model: Eagle3Draft, data: DataSet, draft: Path) -> tuple[int, ...] | None:

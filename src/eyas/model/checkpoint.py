@@ -460,10 +460,10 @@ def _write_directory(directory: Path, tensors: Mapping[str, torch.Tensor], confi
         save_file(dict(tensors), temporary / WEIGHTS, metadata={"format": "pt"})
         (temporary / CONFIG).write_text(config, encoding="utf-8")
         for path in (temporary / WEIGHTS, temporary / CONFIG, temporary):
-            _fsync(path)
+            fsync_path(path)
         # Over nothing or over an empty directory; anything else is refused by the system call itself.
         temporary.rename(directory)
-        _fsync(directory.parent)
+        fsync_path(directory.parent)
     except (OSError, SafetensorError) as error:
         number = getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
@@ -475,7 +475,8 @@ def _write_directory(directory: Path, tensors: Mapping[str, torch.Tensor], confi
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _fsync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
+    """Flush a file, or a directory's names, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 
 from eyas.errors import OutOfSpace, TrainError
 from eyas.model import checkpoint as engine_layout
+from eyas.model.checkpoint import fsync_path
 from eyas.model.eagle3 import Eagle3Draft
 from eyas.model.vocab_map import VocabMap
 
@@ -77,10 +77,10 @@ def save(
         save_file({name: t.detach().cpu().contiguous() for name, t in moments.items()}, temporary / OPTIMIZER)
         (temporary / STATE).write_text(json.dumps(asdict(state), indent=2, sort_keys=True) + "\n")
         for name in (OPTIMIZER, STATE):
-            _fsync(temporary / name)
-        _fsync(temporary)
+            fsync_path(temporary / name)
+        fsync_path(temporary)
         temporary.rename(final)
-        _fsync(final.parent)
+        fsync_path(final.parent)
     except (OSError, SafetensorError, OutOfSpace) as error:
         raise _not_written(final, error) from None
     finally:
@@ -96,7 +96,7 @@ def point(out: Path, name: str, step: int) -> None:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(f"{step:08d}")
         temporary.rename(link)
-        _fsync(link.parent)
+        fsync_path(link.parent)
     except OSError as error:
         raise _not_written(link, error) from None
 
@@ -168,11 +168,3 @@ def _not_written(path: Path, error: OSError | SafetensorError | OutOfSpace) -> O
 
 def _target(link: Path) -> str:
     return link.readlink().name if link.is_symlink() else ""
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

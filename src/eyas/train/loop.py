@@ -21,7 +21,7 @@ from eyas.train.optimizer import Optimizer, learning_rate
 from eyas.train.packs import Pack
 from eyas.train.ranks import Ranks
 from eyas.train.samples import TrainingSamples
-from eyas.train.step import Lesson, Pass, empty_batch, lesson
+from eyas.train.step import Lesson, Pass, count, empty_batch, lesson, samples_of
 from eyas.train.teacher import TargetTeacher
 
 
@@ -117,14 +117,7 @@ class Trainer:
             for batch in itertools.chain(loader, [[empty_batch(self._like())]] * (num_turns - len(mine))):
                 taught = self._lesson(batch[0], "drafted")
                 _, outcome = self.run(taught, weight)
-                valid = outcome.valid.cpu().numpy()
-                tally.add_rows(
-                    np.searchsorted(held_out, _samples_of(taught)),
-                    supervised=taught.rows.supervised.cpu().numpy(),
-                    in_vocab=valid,
-                    correct=outcome.correct.cpu().numpy(),
-                    loss=outcome.loss.cpu().numpy(),
-                )
+                count(tally, held_out, taught, outcome)
                 if baseline is not None and len(taught.rows.rows):
                     more = _baseline_score(baseline, taught)
                     score = more if score is None else score + more
@@ -172,15 +165,9 @@ def _broken(taught: Lesson, loss: torch.Tensor) -> list[str]:
     bad = ~torch.isfinite(loss).all(0)
     if not bool(bad.any()):
         return []
-    wrong = set(_samples_of(taught)[bad.cpu().numpy()].tolist())
+    wrong = set(samples_of(taught)[bad.cpu().numpy()].tolist())
     batch = taught.batch
     return [i for index, i in zip(batch.indices, batch.sample_ids, strict=True) if index in wrong]
-
-
-def _samples_of(taught: Lesson) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """`[n]`: the data set's index of the sample that each row belongs to."""
-    bounds = np.array(taught.rows.docs.row_bounds)
-    return np.repeat(np.array(taught.batch.indices or (0,), dtype=np.int64), np.diff(bounds))
 
 
 def _baseline_score(baseline: Baseline, taught: Lesson) -> Score:

@@ -61,10 +61,21 @@ def open_inputs(table: SampleTable, states: Path, target: TargetConfig, *, max_t
     assert target.path is not None
     data = DataSet(states)
     files = open_target(target.path)
-    digest = target_digest(target.path)
+    digest = require_target(data, target.path)
+    samples = TrainingSamples(table, data, max_train_samples=max_train_samples)
+    return Inputs(data, table, samples, files, target, digest)
+
+
+def require_target(data: DataSet, target: Path) -> str:
+    """The digest of the target, whose head says what the states of `data` mean.
+
+    SpecMismatch where another target was captured, ConfigError where the data set does not say how to read its last
+    hidden state.
+    """
+    states, digest = data.layout.root, target_digest(target)
     if data.spec.target_digest not in (UNKNOWN, digest):
         raise SpecMismatch(
-            f"{states}: captured from target {data.spec.target_digest}, but {target.path} is {digest}; its head would "
+            f"{states}: captured from target {data.spec.target_digest}, but {target} is {digest}; its head would "
             "teach what the states do not say: set target.path to the model that was captured",
             path=states,
         )
@@ -72,8 +83,7 @@ def open_inputs(table: SampleTable, states: Path, target: TargetConfig, *, max_t
         raise ConfigError(
             f"{states}: does not say whether its last hidden state is before or after the target's final norm"
         )
-    samples = TrainingSamples(table, data, max_train_samples=max_train_samples)
-    return Inputs(data, table, samples, files, target, digest)
+    return digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +179,7 @@ def make_plan(inputs: Inputs, config: TrainConfig, draft: DraftConfig, ranks: Ra
     num_steps = schedule.num_steps(config.epochs)
     if config.max_steps is not None:
         num_steps = min(num_steps, config.max_steps)
-    dtype = _dtype(config, ranks.device)
+    dtype = dtype_of(config, ranks.device)
     return TrainPlan(inputs, config, draft, shape, vocab_map, schedule, held_out, num_steps, dtype)
 
 
@@ -195,7 +205,8 @@ def _shape(inputs: Inputs, config: DraftConfig) -> tuple[DraftShape, VocabMap]:
     return shape, VocabMap.from_counts(inputs.samples.supervised_counts(vocab_size), size)
 
 
-def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+def dtype_of(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """Of the arithmetic."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     found: torch.dtype = getattr(torch, config.dtype)

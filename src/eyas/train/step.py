@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from eyas.model.eagle3 import Eagle3Draft
 from eyas.train.loader import Batch
 from eyas.train.loss import Outcome, Teacher, ttt_loss, valid_rows
+from eyas.train.metrics import Tally
 from eyas.train.teacher import TargetTeacher
 from eyas.train.ttt import DraftWeights, MaskRule, Options, Rows, plan_rows, ttt
 
@@ -48,6 +51,23 @@ def empty_batch(like: torch.Tensor) -> Batch:
         positions=none,
         cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
         states=like.new_zeros(like.shape[0], 2, like.shape[2]),
+    )
+
+
+def samples_of(taught: Lesson) -> npt.NDArray[np.int64]:
+    """`[n]`: the data set's index of the sample that each row belongs to."""
+    bounds = np.array(taught.rows.docs.row_bounds)
+    return np.repeat(np.array(taught.batch.indices or (0,), dtype=np.int64), np.diff(bounds))
+
+
+def count(tally: Tally, indices: npt.NDArray[np.int64], taught: Lesson, outcome: Outcome) -> None:
+    """Add a pack to `tally`, whose samples are `indices`, ascending."""
+    tally.add_rows(
+        np.searchsorted(indices, samples_of(taught)),
+        supervised=taught.rows.supervised.cpu().numpy(),
+        in_vocab=outcome.valid.cpu().numpy(),
+        correct=outcome.correct.cpu().numpy(),
+        loss=outcome.loss.cpu().numpy(),
     )
 
 
