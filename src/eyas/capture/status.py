@@ -19,8 +19,6 @@ from eyas.store.layout import Layout
 from eyas.store.plan import open_segments
 from eyas.store.writer import read_head
 
-STALE_S = 15.0
-"""A live process beats every second; an older heartbeat means a machine that hangs or a clock that jumped."""
 UNREADABLE = "heartbeat.json cannot be read: whether a capture runs here is not known"
 FINAL_STATES = ("complete", "stopped", "failed")
 
@@ -100,12 +98,8 @@ class Status:
             return f"damaged: {len(self.problems)} problems"
         if not self.process:
             return self.state or "no capture has run here"
-        if self.alive is None:
-            return f"{self.state}, says {self.process}, another host: look at the age of its heartbeat"
-        if self.alive and self.heartbeat_age_s is not None and self.heartbeat_age_s > STALE_S:
-            return f"running as {self.process}, but silent for {human_time(self.heartbeat_age_s)} while {self.state}"
-        if self.alive:
-            return f"running as {self.process}: {self.state}"
+        if self.alive is not False:
+            return heartbeat.running(self.state, self.process, alive=self.alive, age_s=self.heartbeat_age_s)
         if self.state == "complete" and not self.pending:
             return "complete"
         if self.state in FINAL_STATES and self.state != "complete":

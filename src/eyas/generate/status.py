@@ -14,9 +14,6 @@ from eyas.generate.monitor import heartbeat_path
 from eyas.log import human_time
 from eyas.observe import heartbeat
 
-SILENT_S = 15.0
-"""A heartbeat that is older belongs to a process that hangs, or was stopped."""
-
 
 @dataclass(frozen=True, slots=True)
 class AnswersStatus:
@@ -71,10 +68,8 @@ class AnswersStatus:
 
     def headline(self) -> str:
         """What is going on, in a few words."""
-        if self.alive and self.heartbeat_age_s is not None and self.heartbeat_age_s > SILENT_S:
-            return f"running as {self.process}, but silent for {human_time(self.heartbeat_age_s)} while {self.state}"
         if self.alive:
-            return f"running as {self.process}: {self.state}"
+            return heartbeat.running(self.state, self.process, alive=True, age_s=self.heartbeat_age_s)
         if not self.state:
             return "nobody asks servers for it" if self.answered + self.rejected else "nothing is answered yet"
         if self.state == "complete":

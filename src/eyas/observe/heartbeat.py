@@ -11,6 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from eyas.log import human_time
+
+STALE_S = 15.0
+"""A live process beats every second; an older heartbeat means a machine that hangs or a clock that jumped."""
+
 
 def process_identity() -> dict[str, Any]:
     """Host, pid and start time of this process: together they are never used twice."""
@@ -35,6 +40,15 @@ def is_alive(beat: dict[str, Any]) -> bool | None:
         return None
     ticks = start_ticks(int(beat["pid"]))
     return ticks is not None and ticks == beat.get("pid_started")
+
+
+def running(state: str, process: str, *, alive: bool | None, age_s: float | None) -> str:
+    """What a status says of a process that lives, or is on another host (`alive` None); `age_s`: of its heartbeat."""
+    if alive is None:
+        return f"{state}, says {process}, another host: look at the age of its heartbeat"
+    if age_s is not None and age_s > STALE_S:
+        return f"running as {process}, but silent for {human_time(age_s)} while {state}"
+    return f"running as {process}: {state}"
 
 
 class Heartbeat:

@@ -21,8 +21,6 @@ EVENTS = "events.jsonl"
 HEARTBEAT = "heartbeat.json"
 STAGE = "train"
 FINAL_STATES = ("complete", "stopped", "failed")
-STALE_S = 15.0
-"""A live process beats every second; an older heartbeat means a machine that hangs or a clock that jumped."""
 UNREADABLE = "heartbeat.json cannot be read: whether a training runs here is not known"
 MUCH_WAITING = 0.1
 """Share of the time waiting for data from which on it is worth a word."""
@@ -132,12 +130,8 @@ class Status:
         """Alive or not, and what it does or how it ended."""
         if not self.process:
             return self.state or "no training has run here"
-        if self.alive is None:
-            return f"{self.state}, says {self.process}, another host: look at the age of its heartbeat"
-        if self.alive and self.heartbeat_age_s is not None and self.heartbeat_age_s > STALE_S:
-            return f"running as {self.process}, but silent for {human_time(self.heartbeat_age_s)} while {self.state}"
-        if self.alive:
-            return f"running as {self.process}: {self.state}"
+        if self.alive is not False:
+            return heartbeat.running(self.state, self.process, alive=self.alive, age_s=self.heartbeat_age_s)
         if self.state == "complete":
             return "complete"
         ended = self.state if self.state in FINAL_STATES else f"dead: {self.process} ended while {self.state}"
