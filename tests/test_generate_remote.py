@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.utils
 import io
+import itertools
 import json
 import socket
 import threading
@@ -423,9 +424,14 @@ def test_a_dead_endpoint_is_set_aside_and_taken_back(setting: Setting, serve: Se
 
 def test_all_dead_for_long_is_unavailable_and_goes_on_later(setting: Setting, serve: Serve) -> None:
     setting.ask(50)
-    server = serve(lambda asked: Act(delay_s=0.02))
-    timer = threading.Timer(0.4, server.stop)
-    timer.start()
+    asked_for = itertools.count(1)
+
+    def act(asked: Asked) -> Act | None:
+        if next(asked_for) == 20:
+            threading.Thread(target=server.stop).start()
+        return Act(delay_s=0.02)
+
+    server = serve(act)
     with pytest.raises(EngineUnavailable, match="the same command goes on from here") as caught:
         setting.run(server.url, concurrency=1, reconnect_s=1.0)
     assert caught.value.exit_code == 3
@@ -710,9 +716,14 @@ def test_other_settings_are_refused(setting: Setting, serve: Serve) -> None:
 
 def test_stop_keeps_what_is_done_and_the_next_run_does_the_rest(setting: Setting, serve: Serve) -> None:
     setting.ask(200)
-    server = serve(lambda asked: Act(delay_s=0.02))
-    timer = threading.Timer(0.7, setting.stop.set)
-    timer.start()
+    asked_for = itertools.count(1)
+
+    def act(asked: Asked) -> Act:
+        if next(asked_for) == 50:
+            setting.stop.set()
+        return Act(delay_s=0.02)
+
+    server = serve(act)
     start = time.monotonic()
     with pytest.raises(Stopped, match=r"planned 200 = answered \d+ \+ rejected 0 \+ pending \d+") as caught:
         setting.run(server.url)
