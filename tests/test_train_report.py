@@ -19,10 +19,11 @@ import pytest
 from eyas.errors import TrainError
 from eyas.observe.events import EventLog
 from eyas.observe.heartbeat import Heartbeat
-from eyas.train import report
+from eyas.train import charts, report
 from eyas.train.baseline import Score
+from eyas.train.charts import MAX_POINTS, svg
 from eyas.train.metrics import Tally, labels_of, slices, summarize
-from eyas.train.report import CURVES, MAX_POINTS, PAGE, plots_missing, read_run, svg, write_report
+from eyas.train.report import CURVES, PAGE, plots_missing, read_run, write_report
 from eyas.train.status import history, is_run, status
 
 STEPS, TTT_LENGTH, SAMPLES = 400, 4, 80
@@ -277,7 +278,7 @@ def test_the_end_of_an_earlier_process_is_no_end(tmp_path: Path) -> None:
 
 
 def test_long_runs_have_short_curves(tmp_path: Path) -> None:
-    chart = report.Chart("x", report._one("lr", [{"step": n, "lr": n % 2} for n in range(100_000)]))
+    chart = charts.Chart("x", report._one("lr", [{"step": n, "lr": n % 2} for n in range(100_000)]))
     assert len(chart.lines[0].points) <= MAX_POINTS
     assert len(svg(chart)) < 10_000
 
@@ -287,8 +288,8 @@ def test_long_runs_have_short_curves(tmp_path: Path) -> None:
 )
 def test_any_scale_can_be_drawn(values: list[float]) -> None:
     for from_zero in (True, False):
-        chart = report.Chart(
-            "x", [report.Line("y", [(float(i), y) for i, y in enumerate(values)])], from_zero=from_zero
+        chart = charts.Chart(
+            "x", [charts.Line("y", [(float(i), y) for i, y in enumerate(values)])], from_zero=from_zero
         )
         picture = svg(chart)
         assert "nan" not in picture and "inf" not in picture

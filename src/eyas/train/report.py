@@ -17,12 +17,9 @@ Everything comes from the run's `events.jsonl`. Its lines have, beside the envel
 
 from __future__ import annotations
 
-import colorsys
 import contextlib
 import dataclasses
-import html
 import importlib.util
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,16 +28,12 @@ from typing import Any
 
 from eyas.errors import TrainError
 from eyas.log import human_bytes, human_time
+from eyas.train.charts import Chart, Line, draw, figure, short, text, thin
 from eyas.train.metrics import Estimate, Summary
 from eyas.train.status import Event, best_of, history, number, status, summary_of
 
 PAGE = "report.html"
 CURVES = "curves.png"
-MAX_POINTS = 300
-"""Points of a curve; neighbours are averaged where there are more."""
-_WIDTH, _HEIGHT = 480, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 26
-_PNG_COLUMNS = 3
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1b1b; --dim: #5c5c5c; --rule: #d9d9d9; --card: #f5f5f3;
@@ -73,39 +66,6 @@ tr.small td { color: var(--dim); } .facts { display: grid; gap: 1.2rem 2.5rem; a
 pre { background: var(--card); border-radius: 6px; padding: .6rem .8rem; font: 13px/1.5 ui-monospace, monospace;
   white-space: pre-wrap; overflow-wrap: anywhere; }
 """.strip()
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One curve: points in the order of the steps, perhaps with a band around them."""
-
-    name: str
-    points: list[tuple[float, float]]
-    hue: float = 220.0
-    band: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
-    """`(x, low, high)`."""
-    dashed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """Curves over steps that share a scale."""
-
-    title: str
-    lines: list[Line]
-    from_zero: bool = True
-
-    @property
-    def x_range(self) -> tuple[float, float]:
-        return _range([x for line in self.lines for x, _ in line.points])
-
-    @property
-    def y_range(self) -> tuple[float, float]:
-        values = [y for line in self.lines for _, y in line.points]
-        values += [y for line in self.lines for _, low, high in line.band for y in (low, high)]
-        low, high = _range(values)
-        edge = (high - low) * 0.05
-        return (min(0.0, low) if self.from_zero else low - edge), high + edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +102,9 @@ def write_report(run_dir: Path, *, png: bool = True) -> list[Path]:
     now = status(run_dir)
     run = read_run(run_dir)
     charts = charts_of(run)
-    text = "".join(page(run, charts, headline=now.headline(), notes=[*now.problems, *filter(None, [now.last_error])]))
-    written = [_write(run_dir / PAGE, lambda path: path.write_text(text, encoding="utf-8"))]
+    notes = [*now.problems, *filter(None, [now.last_error])]
+    whole = "".join(page(run, charts, headline=now.headline(), notes=notes))
+    written = [_write(run_dir / PAGE, lambda path: path.write_text(whole, encoding="utf-8"))]
     if png and charts and not plots_missing():
         written.append(_write(run_dir / CURVES, lambda path: draw(charts, path)))
     return written
@@ -208,85 +169,21 @@ def page(run: Run, charts: Sequence[Chart], *, headline: str, notes: Sequence[st
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{_text(title)}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>\n<h1>{_text(title)}</h1>\n"
-        f'<p class="dim">{_text(headline)} · as of {time.strftime("%Y-%m-%d %H:%M:%S %z")}</p>\n'
+        f"<title>{text(title)}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>\n<h1>{text(title)}</h1>\n"
+        f'<p class="dim">{text(headline)} · as of {time.strftime("%Y-%m-%d %H:%M:%S %z")}</p>\n'
     )
-    yield from (f'<p class="problem">{_text(note)}</p>\n' for note in notes)
+    yield from (f'<p class="problem">{text(note)}</p>\n' for note in notes)
     best = run.best
     yield _cards(run, best)
     yield from _best(run, best)
     yield "<h2>Curves over optimizer steps</h2>\n"
-    yield f'<div class="charts">\n{"".join(map(_figure, charts))}</div>\n' if charts else "<p>Nothing yet.</p>\n"
+    yield f'<div class="charts">\n{"".join(map(figure, charts))}</div>\n' if charts else "<p>Nothing yet.</p>\n"
     if why := plots_missing():
-        yield f'<p class="dim">{_text(why)}</p>\n'
+        yield f'<p class="dim">{text(why)}</p>\n'
     if best is not None:
         yield _slices(best[0], best[1])
     yield _facts(run)
     yield "</body>\n</html>\n"
-
-
-def svg(chart: Chart) -> str:
-    """The chart as an SVG element that takes its colours from the page."""
-    (x_low, x_high), (y_low, y_high) = chart.x_range, chart.y_range
-
-    def at(x: float, y: float) -> str:
-        px = _LEFT + (x - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT)
-        py = _HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (_HEIGHT - _TOP - _BOTTOM)
-        return f"{px:.1f},{py:.1f}"
-
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_text(chart.title)}">']
-    for y in _ticks(y_low, y_high):
-        px, py = at(x_low, y).split(",")
-        parts.append(f'<line class="grid" x1="{px}" x2="{_WIDTH - _RIGHT}" y1="{py}" y2="{py}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{py}" dy="4" text-anchor="end">{_short(y)}</text>')
-    for x in _ticks(x_low, x_high):
-        px = at(x, y_low).split(",")[0]
-        anchor = "end" if float(px) > _WIDTH - 30 else "middle"
-        parts.append(f'<text x="{px}" y="{_HEIGHT - 8}" text-anchor="{anchor}">{_short(x)}</text>')
-    for line in chart.lines:
-        colour = f"hsl({line.hue:.0f} 70% var(--light))"
-        if line.band:
-            edge = [at(x, low) for x, low, _ in line.band] + [at(x, high) for x, _, high in reversed(line.band)]
-            parts.append(f'<polygon class="band" style="fill:{colour}" points="{" ".join(edge)}"/>')
-        points = [at(x, y) for x, y in line.points]
-        if len(points) == 1:
-            cx, cy = points[0].split(",")
-            parts.append(f'<circle style="fill:{colour}" cx="{cx}" cy="{cy}" r="3"/>')
-        else:
-            kind = "line dashed" if line.dashed else "line"
-            parts.append(f'<polyline class="{kind}" style="stroke:{colour}" points="{" ".join(points)}"/>')
-    return "".join([*parts, "</svg>"])
-
-
-def draw(charts: Sequence[Chart], path: Path) -> None:
-    """The charts as one PNG, by matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = math.ceil(len(charts) / _PNG_COLUMNS)
-    figure = Figure(figsize=(5 * _PNG_COLUMNS, 3.2 * rows))
-    FigureCanvasAgg(figure)
-    for i, chart in enumerate(charts):
-        axes = figure.add_subplot(rows, _PNG_COLUMNS, i + 1)
-        for line in chart.lines:
-            colour = colorsys.hls_to_rgb(line.hue % 360 / 360, 0.42, 0.7)
-            style = "--" if line.dashed else "-"
-            marker = "o" if len(line.points) == 1 else None
-            axes.plot(
-                *zip(*line.points, strict=True), style, color=colour, label=line.name, linewidth=1.4, marker=marker
-            )
-            if line.band:
-                x, low, high = zip(*line.band, strict=True)
-                axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-        axes.set_xlim(*chart.x_range)
-        axes.set_ylim(*chart.y_range)
-        axes.set_title(chart.title, fontsize=10)
-        axes.grid(alpha=0.3)
-        axes.tick_params(labelsize=8)
-        if len(chart.lines) > 1:
-            axes.legend(fontsize=7)
-    figure.subplots_adjust(0.04, 0.3 / (3.2 * rows), 0.99, 1 - 0.3 / (3.2 * rows), wspace=0.16, hspace=0.25)
-    figure.savefig(path, dpi=110, format="png")
 
 
 def _per_step(name: str, sources: Sequence[Any], values: Callable[[Any], list[Any]]) -> list[Line]:
@@ -296,13 +193,13 @@ def _per_step(name: str, sources: Sequence[Any], values: Callable[[Any], list[An
     lines = []
     for s in range(num):
         points = [(x, y) for x, entries in told if s < len(entries) and (y := number(entries[s])) is not None]
-        lines.append(Line(f"{name} {s}", _thin(points), hue=220 + 160 * s / max(1, num - 1)))
+        lines.append(Line(f"{name} {s}", thin(points), hue=220 + 160 * s / max(1, num - 1)))
     return lines
 
 
 def _one(key: str, events: Sequence[Event], *, scale: float = 1.0) -> list[Line]:
     points = [(float(event["step"]), y * scale) for event in events if (y := number(event.get(key))) is not None]
-    return [Line("latest", _thin(points))]
+    return [Line("latest", thin(points))]
 
 
 def _acceptance(evals: Sequence[tuple[Event, Summary]]) -> list[Line]:
@@ -319,15 +216,6 @@ def _acceptance(evals: Sequence[tuple[Event, Summary]]) -> list[Line]:
         band = [(x, one.low, one.high) for x, one in told if one.low is not None]
         lines.append(Line(name, [(x, one.value) for x, one in told], hue=hue, band=band, dashed=bool(lines)))
     return lines
-
-
-def _figure(chart: Chart) -> str:
-    legend = "".join(
-        f'<span><i style="background:hsl({line.hue:.0f} 70% var(--light))"></i>{_text(line.name)}: '
-        f"{_short(line.points[-1][1])}</span>"
-        for line in chart.lines
-    )
-    return f'<figure><h3>{_text(chart.title)}</h3><div class="legend">{legend}</div>{svg(chart)}</figure>\n'
 
 
 def _cards(run: Run, best: tuple[Event, Summary] | None) -> str:
@@ -348,9 +236,9 @@ def _cards(run: Run, best: tuple[Event, Summary] | None) -> str:
     if last:
         steps = number(run.start.get("steps"))
         tokens = number(last.get("tokens"))
-        beside = "" if tokens is None else f"; {_short(tokens)} tokens"
+        beside = "" if tokens is None else f"; {short(tokens)} tokens"
         cards.append((f"{last['step']:,}", (f"of {steps:,.0f} steps" if steps else "steps") + " done" + beside))
-    return f'<div class="cards">{"".join(f"<div><b>{_text(a)}</b>{_text(b)}</div>" for a, b in cards)}</div>\n'
+    return f'<div class="cards">{"".join(f"<div><b>{text(a)}</b>{text(b)}</div>" for a, b in cards)}</div>\n'
 
 
 def _best(run: Run, best: tuple[Event, Summary] | None) -> Iterator[str]:
@@ -362,7 +250,7 @@ def _best(run: Run, best: tuple[Event, Summary] | None) -> Iterator[str]:
     saved = next((one for one in reversed(run.checkpoints) if one["step"] == event["step"]), None)
     where = f"saved in {saved['path']}" if saved and saved.get("path") else "saved" if saved else "not saved"
     few = "; too few to conclude from" if summary.small else ""
-    yield f"<p>Step {event['step']:,}, {_text(where)} · {summary.num_samples:,} samples{few}.</p>\n"
+    yield f"<p>Step {event['step']:,}, {text(where)} · {summary.num_samples:,} samples{few}.</p>\n"
     head = ["step", "rows", "loss", "accuracy", "in vocabulary", "accuracy within", "cumulative", "conditional"]
     head += ["drafted", "acceptance length, pooled", "… mean of the samples"]
     rows = [
@@ -451,13 +339,13 @@ def _facts(run: Run) -> str:
         if group
     )
     command = run.start.get("command")
-    told = f"<pre>{_text(command)}</pre>\n" if command else ""
+    told = f"<pre>{text(command)}</pre>\n" if command else ""
     return f'<h2>What was trained</h2>\n{told}<div class="facts">{tables}</div>\n'
 
 
 def _fact(key: str, value: object) -> str:
     shown = f"{value:,}" if type(value) is int else "–" if value is None else str(value)
-    return f"<tr><td>{_text(key)}</td><td>{_text(shown)}</td></tr>"
+    return f"<tr><td>{text(key)}</td><td>{text(shown)}</td></tr>"
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -471,10 +359,10 @@ def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], classes: Sequence[str] = ()) -> str:
     body = "".join(
-        f'<tr class="{classes[i] if classes else ""}">{"".join(f"<td>{_text(cell)}</td>" for cell in row)}</tr>\n'
+        f'<tr class="{classes[i] if classes else ""}">{"".join(f"<td>{text(cell)}</td>" for cell in row)}</tr>\n'
         for i, row in enumerate(rows)
     )
-    names = "".join(f"<th>{_text(name)}</th>" for name in head)
+    names = "".join(f"<th>{text(name)}</th>" for name in head)
     return f'<div class="wide"><table class="numbers"><tr>{names}</tr>\n{body}</table></div>\n'
 
 
@@ -494,38 +382,6 @@ def _write(path: Path, write: Callable[[Path], object]) -> Path:
     return path
 
 
-def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MAX_POINTS`, each the mean of its neighbours."""
-    size = math.ceil(len(points) / MAX_POINTS)
-    if size <= 1:
-        return points
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    """From lowest to highest, never empty."""
-    low, high = min(values), max(values)
-    if low < high:
-        return low, high
-    return low - abs(low) / 2, high + (abs(high) / 2 or 1.0)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Four to nine round numbers between the two."""
-    power = 10.0 ** math.floor(math.log10((high - low) / 4))
-    step = next(size * power for size in (5, 2, 1) if (high - low) / (size * power) >= 4)
-    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _short(value: float) -> str:
-    """1234567 as 1.23M; small numbers with three digits."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
 def _interval(one: Estimate) -> str:
     return "" if one.low is None else f" [{one.low:.3f}, {one.high:.3f}]"
 
@@ -534,11 +390,6 @@ def _shown(value: float | Estimate | None) -> str:
     if value is None:
         return "–"
     return str(value) if isinstance(value, Estimate) else f"{value:.3f}"
-
-
-def _text(value: object) -> str:
-    """Text and nothing else; what cannot be seen, or turns the writing round, becomes a space."""
-    return html.escape("".join(c if c.isprintable() or c == "\n" else " " for c in str(value)))
 
 
 def _value(one: Estimate | None) -> float | None:
