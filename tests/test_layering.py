@@ -14,7 +14,7 @@ import eyas
 SOURCE = Path(eyas.__file__).parent
 LEVELS: list[set[str]] = [
     {"errors", "records", "log"},
-    {"config", "connections", "values"},
+    {"config", "connections", "files", "values"},
     {"target"},
     {"data", "store", "engine", "model", "observe"},
     {"generate", "capture", "serve", "train"},

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.errors import DataError
-from eyas.model.vocab_map import VocabMap, count_supervised
+from eyas.model.vocab_map import VocabMap
 
 
 def test_offsets_of_a_known_list() -> None:
@@ -62,21 +61,3 @@ def test_any_counts_give_a_map_that_is_its_own_inverse(counts: list[int], data: 
     assert int(array[found.target_ids.numpy()].sum()) == sum(sorted(counts)[-size:])
     again = VocabMap(found.d2t, found.t2d)
     assert torch.equal(again.target_ids, found.target_ids)
-
-
-def test_only_supervised_tokens_count() -> None:
-    counts = np.zeros(6, dtype=np.int64)
-    ids = np.array([1, 1, 2, 5, 1], dtype=np.int32)
-    count_supervised(counts, ids, np.array([0, 1, 1, 0, 1], dtype=np.bool_))
-    count_supervised(counts, ids, np.zeros(5, dtype=np.bool_))
-    assert counts.tolist() == [0, 2, 1, 0, 0, 0]
-
-
-def test_tokens_outside_of_the_vocabulary_and_other_lengths_are_refused() -> None:
-    counts = np.zeros(6, dtype=np.int64)
-    for bad in (6, -1):
-        with pytest.raises(DataError, match="in a vocabulary of 6"):
-            count_supervised(counts, np.array([bad], dtype=np.int32), np.ones(1, dtype=np.bool_))
-    with pytest.raises(ValueError, match="mask"):
-        count_supervised(counts, np.array([1], dtype=np.int32), np.ones(2, dtype=np.bool_))
-    assert counts.sum() == 0

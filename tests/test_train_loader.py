@@ -207,7 +207,7 @@ def test_a_batch_is_its_samples_one_behind_the_other(data: DataSet, samples: Tra
     for batch in batches:
         bounds = batch.cu_seqlens.tolist()
         assert batch.cu_seqlens.dtype == torch.int32 and bounds[-1] == batch.num_tokens <= PACK_TOKENS
-        assert batch.token_ids.dtype == batch.positions.dtype == torch.int64 and batch.loss_mask.dtype == torch.bool
+        assert batch.token_ids.dtype == torch.int64 and batch.loss_mask.dtype == torch.bool
         assert batch.states.dtype == torch.bfloat16 and batch.states.shape == (4, batch.num_tokens, 4)
         assert batch.states.is_contiguous()
         assert batch.sample_ids == tuple(data.sample_id(i) for i in batch.indices)
@@ -217,7 +217,6 @@ def test_a_batch_is_its_samples_one_behind_the_other(data: DataSet, samples: Tra
             assert torch.equal(batch.last_hidden_state()[start:end], stored.last_hidden_state())
             assert batch.token_ids[start:end].tolist() == samples.token_ids(i).tolist()
             assert batch.loss_mask[start:end].tolist() == samples.loss_mask(i).tolist()
-            assert batch.positions[start:end].tolist() == list(range(end - start))
 
 
 def test_a_rank_without_a_pack_gets_an_empty_step(data: DataSet, samples: TrainingSamples) -> None:
@@ -229,7 +228,7 @@ def test_a_rank_without_a_pack_gets_an_empty_step(data: DataSet, samples: Traini
 def test_batches_from_memory() -> None:
     states = torch.arange(2 * 5 * 3).view(2, 5, 3)
     batch = batch_of([([7, 8], [0, 1], states[:, :2]), ([1, 2, 3], [True, False, True], states[:, 2:])])
-    assert batch.token_ids.tolist() == [7, 8, 1, 2, 3] and batch.positions.tolist() == [0, 1, 0, 1, 2]
+    assert batch.token_ids.tolist() == [7, 8, 1, 2, 3]
     assert batch.loss_mask.tolist() == [False, True, True, False, True]
     assert batch.cu_seqlens.tolist() == [0, 2, 5] and torch.equal(batch.states, states)
     assert batch.sample_ids == (sample_id_of([7, 8]), sample_id_of([1, 2, 3])) and batch.indices == (0, 1)

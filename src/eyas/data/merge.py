@@ -29,6 +29,7 @@ from eyas.data.mixture import Mixture
 from eyas.data.output import OutputFile, disk_errors, scratch_beside
 from eyas.data.shuffle import Shuffle
 from eyas.errors import ConfigError, DataError
+from eyas.files import fsync_path
 from eyas.log import Progress, human_bytes
 from eyas.records import canonical_json, digest_bytes
 
@@ -159,8 +160,4 @@ def _publish(scratch: Path, out: Path, inputs: str, receipt: MergeReceipt) -> No
         os.fsync(file.fileno())
     (scratch / "out").rename(out)
     report.rename(report_path(out))
-    fd = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    fsync_path(out.parent)

@@ -42,6 +42,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from eyas.errors import DataError, OutOfSpace
+from eyas.files import fsync_path
 from eyas.records import Sample, Span
 
 TABLE_FORMAT_VERSION = 2
@@ -265,7 +266,7 @@ class TableWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self.temporary.replace(self.path)
-            _fsync_directory(self.path.parent)
+            fsync_path(self.path.parent)
             self._file.close()
 
     def _flush(self) -> None:
@@ -532,14 +533,6 @@ def _lock(fd: int, path: Path) -> None:
         # Some shared file systems have no locks; the rename at the end is atomic there too.
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-
-
-def _fsync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

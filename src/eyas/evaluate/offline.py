@@ -31,6 +31,7 @@ from eyas.train.loader import Batch, Loader
 from eyas.train.metrics import Summary, Tally, labels_of, slices, summarize
 from eyas.train.packs import evaluation_packs
 from eyas.train.plan import dtype_of, require_target
+from eyas.train.ranks import device_of
 from eyas.train.samples import TrainingSamples
 from eyas.train.step import Lesson, Pass, count, lesson
 from eyas.train.teacher import Likeliest, TargetTeacher
@@ -120,7 +121,7 @@ def evaluate(
     if not len(indices):
         raise DataError(f"{table.path}: no captured sample is in split '{config.split}'; set evaluate.split")
     packs = evaluation_packs(samples.ids, samples.token_counts, indices, pack_tokens=train.pack_tokens)
-    device = device_of(train)
+    device = torch.device(device_of(train.device))
     dtype = dtype_of(train, device)
     draft_model, vocab_map, info = engine_layout.load(
         draft, target=target.path, aux_layers=config.aux_layers, trust_remote_code=target.trust_remote_code
@@ -181,15 +182,6 @@ def look(
     _, outcome = run(taught, torch.ones(tally.ttt_length, device=batch.states.device))
     count(tally, indices, taught, outcome)
     return taught, outcome.correct & outcome.valid
-
-
-def device_of(train: TrainConfig) -> torch.device:
-    """As a training on one rank would choose it."""
-    name = train.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"train.device '{name}', but torch {torch.__version__} sees no CUDA device here")
-    return device
 
 
 class NotKept(Likeliest):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 
 import eyas
 from eyas.errors import ConfigError, ExportError, OutOfSpace
+from eyas.files import fsync_path
 from eyas.model.create import check_set, plain_rope, standard_rope
 from eyas.model.eagle3 import Eagle3Draft
 from eyas.model.shape import DraftShape
@@ -473,12 +473,3 @@ def _write_directory(directory: Path, tensors: Mapping[str, torch.Tensor], confi
         raise ExportError(f"{directory}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file, or a directory's names, to disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

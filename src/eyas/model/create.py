@@ -324,15 +324,3 @@ def num_parameters(shape: DraftShape) -> ParameterCount:
         key = name.partition(".")[0]
         group[key] = group.get(key, 0) + parameter.numel()
     return ParameterCount(trainable, frozen)
-
-
-def parameter_bytes(shape: DraftShape, *, trainable: int = 4, frozen: int = 4) -> ParameterCount:
-    """Bytes of a drafter of this shape, with so many bytes per number.
-
-    Under AdamW in float32 a trainable number takes 16: itself, its gradient and two moments.
-    """
-    numbers = num_parameters(shape)
-    return ParameterCount(
-        {name: n * trainable for name, n in numbers.trainable.items()},
-        {name: n * frozen for name, n in numbers.frozen.items()},
-    )

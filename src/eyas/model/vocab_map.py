@@ -9,8 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eyas.errors import DataError
-
 
 class VocabMap:
     """`d2t [D]` offsets (target id = draft id + `d2t[draft id]`) and `t2d [V]`; only its methods do the arithmetic."""
@@ -66,20 +64,3 @@ class VocabMap:
         """Share of the counted tokens that the drafter can propose; 1 where nothing was counted."""
         total = int(counts.sum())
         return float(counts[self.t2d.numpy()].sum() / total) if total else 1.0
-
-
-def count_supervised(
-    counts: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.bool_]
-) -> None:
-    """Add the supervised tokens of one sample to `counts` `[V]`, in place; `token_ids` and `loss_mask` are `[T]`.
-
-    ValueError for a mask of another length; DataError for tokens outside of the vocabulary.
-    """
-    if token_ids.shape != loss_mask.shape:
-        raise ValueError(f"{token_ids.shape} token ids, {loss_mask.shape} mask")
-    supervised = token_ids[np.asarray(loss_mask, dtype=np.bool_)]
-    if supervised.size and not 0 <= int(supervised.min()) <= int(supervised.max()) < len(counts):
-        raise DataError(
-            f"supervised tokens {int(supervised.min())}..{int(supervised.max())} in a vocabulary of {len(counts)}"
-        )
-    np.add.at(counts, supervised, 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from eyas.errors import OutOfSpace, StoreError
+from eyas.files import fsync_path
 
 _SYNC_FILE_RANGE_WRITE = 2
 _MAX_PARTS = 512  # below IOV_MAX (1024) on every Linux
@@ -85,11 +86,7 @@ class Files:
 
     def sync_directory(self, path: Path) -> None:
         """Make names in a directory last through a power cut."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        fsync_path(path)
 
 
 def temporary_name(path: Path) -> Path:

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.errors import ConfigError, DataError
+from eyas.files import fsync_path
 from eyas.target.files import target_digest
 
 NAME = "SmolLM2-135M-Instruct"
@@ -288,7 +288,7 @@ def _write_record(into: Path) -> str:
     digest = target_digest(into)
     files = sorted(p for p in into.iterdir())
     for file in files:
-        _sync(file)
+        fsync_path(file)
     record = {
         "format": RECORD_FORMAT,
         "name": NAME,
@@ -299,14 +299,6 @@ def _write_record(into: Path) -> str:
         "files": {file.name: file.stat().st_size for file in files},
     }
     _write_json(into / RECORD, record)
-    _sync(into / RECORD)
-    _sync(into)
+    fsync_path(into / RECORD)
+    fsync_path(into)
     return digest
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from eyas.errors import OutOfSpace, TrainError
+from eyas.files import fsync_path
 from eyas.model import checkpoint as engine_layout
-from eyas.model.checkpoint import fsync_path
 from eyas.model.eagle3 import Eagle3Draft
 from eyas.model.vocab_map import VocabMap
 

@@ -44,8 +44,6 @@ class Batch:
     """`[N]` int64"""
     loss_mask: torch.Tensor
     """`[N]` bool"""
-    positions: torch.Tensor
-    """`[N]` int64, counted from the start of each sample."""
     cu_seqlens: torch.Tensor
     """`[samples + 1]` int32, on the CPU: sample `i` has the rows `cu_seqlens[i] .. cu_seqlens[i + 1]`."""
     states: torch.Tensor
@@ -84,7 +82,6 @@ def _batch(
     lengths = [len(ids) for ids in token_ids]
     if lengths != [len(mask) for mask in masks] or sum(lengths) != states.shape[1]:
         raise ValueError(f"samples of {lengths} tokens with other masks or {states.shape[1]} rows of states")
-    positions = np.concatenate([np.arange(n) for n in lengths])
 
     def place(values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(states.device)
@@ -94,7 +91,6 @@ def _batch(
         sample_ids=sample_ids,
         token_ids=place(np.concatenate(token_ids).astype(np.int64)),
         loss_mask=place(np.concatenate(masks)),
-        positions=place(positions),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
         states=states,
     )
@@ -214,7 +210,7 @@ class Loader:
         if self._stream is not None:
             # The copies have ended; but the memory belongs to their stream, which must not take it back while the
             # caller's stream still works with it.
-            for tensor in (batch.token_ids, batch.loss_mask, batch.positions, batch.states):
+            for tensor in (batch.token_ids, batch.loss_mask, batch.states):
                 tensor.record_stream(torch.cuda.current_stream(self._device))
         return batch
 

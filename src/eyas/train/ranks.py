@@ -33,11 +33,7 @@ class Ranks:
         """
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local = int(os.environ.get("LOCAL_RANK", 0))
-        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if kind.partition(":")[0] not in ("cuda", "cpu"):
-            raise ConfigError(f"train.device: '{device}' is neither 'cuda' nor 'cpu'")
-        if kind.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(f"train.device: '{device}', but PyTorch {torch.__version__} finds no GPU here")
+        kind = device_of(device)
         if kind == "cuda":
             if local >= torch.cuda.device_count():
                 raise ConfigError(f"rank {rank} wants GPU {local}, this host has {torch.cuda.device_count()}")
@@ -79,3 +75,13 @@ class Ranks:
         if self.world > 1:
             # A sum that is looked at: a barrier of NCCL's does not wait for the host.
             self.sum(torch.zeros(1, device=self.device)).item()
+
+
+def device_of(device: str) -> str:
+    """`train.device`, or a GPU where it is empty and there is one. ConfigError where it cannot be had."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind.partition(":")[0] not in ("cuda", "cpu"):
+        raise ConfigError(f"train.device: '{device}' is neither 'cuda' nor 'cpu'")
+    if kind.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"train.device: '{device}', but PyTorch {torch.__version__} finds no GPU here")
+    return kind

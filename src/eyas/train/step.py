@@ -48,7 +48,6 @@ def empty_batch(like: torch.Tensor) -> Batch:
         sample_ids=(),
         token_ids=none,
         loss_mask=none.bool(),
-        positions=none,
         cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
         states=like.new_zeros(like.shape[0], 2, like.shape[2]),
     )
