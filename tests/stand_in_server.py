@@ -29,7 +29,8 @@ import transformers
 
 from eyas.engine import staged
 from eyas.engine.staged import RequestName
-from eyas.engine.stager import Stager, StagingLimits
+from eyas.engine.room import StagingLimits
+from eyas.engine.stager import Stager
 
 torch.set_num_threads(1)
 

@@ -23,7 +23,7 @@ from eyas.engine.sglang.deploy import write_settings
 from eyas.engine.sglang.plugin import Plugin, Settings
 from eyas.engine.sglang.taps import CaptureSetupError, Taps
 from eyas.engine.staged import RequestName
-from eyas.engine.stager import StagingLimits
+from eyas.engine.room import StagingLimits
 
 H, L, VOCAB = 4, 6, 32
 RUN = "0123456789abcdef"

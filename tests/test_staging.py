@@ -28,10 +28,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from eyas.engine import staged, stager
+from eyas.engine import room, staged, stager
 from eyas.engine.pinned import HostPool
+from eyas.engine.room import StagingLimits
 from eyas.engine.staged import RequestName, Run, StagedError
-from eyas.engine.stager import Stager, StagingLimits
+from eyas.engine.stager import Stager
 
 RUN = "0123456789abcdef"
 NAME = RequestName(RUN, 7, 5)
@@ -305,19 +306,19 @@ def test_a_full_file_system_fails_that_request_and_says_so(tiny: Path) -> None:
     subject = Stager(tiny, PLENTY)
     name = RequestName(RUN, 1, 1000)
     # What the room check believes is stale by the time the file is written.
-    subject._free = None
-    original = stager.free_bytes
-    stager.free_bytes = lambda _: 1 << 40
+    subject._room._free = None
+    original = room.free_bytes
+    room.free_bytes = lambda _: 1 << 40
     try:
         answer = stage(subject, [(name, 1000)])[0]
     finally:
-        stager.free_bytes = original
+        room.free_bytes = original
     subject.close()
     assert answer["path"] == str(name.path(tiny))
     assert [p.name for p in (tiny / RUN).iterdir()] == ["1.states.failed"]
     assert (tiny / RUN / "1.states.failed").read_text() in ("OSError: [Errno 28] No space left on device", "")
     assert subject.counts == {"failed": 1}
-    assert subject._staged_bytes() == 0
+    assert subject._room.staged_bytes() == 0
 
 
 # --- runs ---
@@ -559,7 +560,7 @@ def test_rows_of_a_batch_go_to_their_requests_and_others_are_left_out(staging: P
         check_file(staging, name)
     assert len(list((staging / RUN).iterdir())) == 3
     assert subject.counts == {"staged": 3}
-    assert subject._staged_bytes() == file_bytes(11)
+    assert subject._room.staged_bytes() == file_bytes(11)
 
 
 @st.composite
@@ -609,7 +610,7 @@ def test_any_split_into_forwards_gives_the_same_files(
             assert name.path(chunked).read_bytes() == name.path(one_shot).read_bytes()
             check_file(chunked, name)
         assert not subject._partials
-        assert subject._coming_bytes() == 0
+        assert subject._room._coming_bytes() == 0
 
 
 def test_rows_from_a_prefix_cache_are_refused(staging: Path) -> None:
@@ -623,7 +624,7 @@ def test_rows_from_a_prefix_cache_are_refused(staging: Path) -> None:
     assert stage(subject, [(request(2, 5), 1)], [4])[0]["reason"] == "rows"
     subject.close()
     assert not list((staging / RUN).iterdir())
-    assert not subject._partials and subject._staged_bytes() == 0
+    assert not subject._partials and subject._room.staged_bytes() == 0
     assert subject.counts == {"failed": 2}
 
 
@@ -643,7 +644,7 @@ def test_fewer_rows_than_the_batch_says_is_an_error(staging: Path) -> None:
     with pytest.raises(ValueError, match="token_ids: fewer rows"):
         subject.stage([request(1, 5)], [5], [0], torch.arange(4), {"last": torch.zeros(5, H)})
     subject.close()
-    assert subject._staged_bytes() == 0
+    assert subject._room.staged_bytes() == 0
 
 
 def test_a_prompt_that_the_server_begins_anew_is_taken_anew(staging: Path) -> None:
@@ -654,7 +655,7 @@ def test_a_prompt_that_the_server_begins_anew_is_taken_anew(staging: Path) -> No
     assert "path" in stage(subject, [(name, 3)], [2])[0]
     subject.close()
     check_file(staging, name)
-    assert subject._staged_bytes() == file_bytes(5)
+    assert subject._room.staged_bytes() == file_bytes(5)
 
 
 def test_a_request_without_a_run_says_no_directory(tmp_path: Path) -> None:
@@ -665,7 +666,7 @@ def test_a_request_without_a_run_says_no_directory(tmp_path: Path) -> None:
         subject.close()
         assert (answer["reason"], answer["retry"]) == ("no_directory", False)
         assert f"the server sees no directory {staging / RUN}" in answer["error"]
-        assert subject._staged_bytes() == 0
+        assert subject._room.staged_bytes() == 0
         assert subject.room()["staged"] == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -718,7 +719,7 @@ def test_a_request_that_never_fits_is_not_sent_again(staging: Path) -> None:
 
 
 def test_min_free_stays_free_whatever_is_on_its_way(staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stager, "free_bytes", lambda _: 1000 + file_bytes(10))
+    monkeypatch.setattr(room, "free_bytes", lambda _: 1000 + file_bytes(10))
     subject = Stager(staging, replace(PLENTY, min_free_bytes=1000))
     answers = stage(subject, [(request(1, 6), 6), (request(2, 5), 5), (request(3, 4), 4)])
     subject.close()
@@ -730,10 +731,10 @@ def test_min_free_stays_free_whatever_is_on_its_way(staging: Path, monkeypatch: 
 def test_free_bytes_is_asked_once_a_forward_and_survives_a_missing_directory(
     staging: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert 0 < stager.free_bytes(staging) < 1 << 60
-    assert stager.free_bytes(staging / "missing") == 0
+    assert 0 < room.free_bytes(staging) < 1 << 60
+    assert room.free_bytes(staging / "missing") == 0
     asked = []
-    monkeypatch.setattr(stager, "free_bytes", lambda path: asked.append(path) or 1 << 40)
+    monkeypatch.setattr(room, "free_bytes", lambda path: asked.append(path) or 1 << 40)
     subject = Stager(staging, PLENTY)
     for forward in (0, 1):
         stage(subject, [(request(10 * forward + i, 2), 2) for i in range(1, 9)])
@@ -751,7 +752,7 @@ def test_aborted_prompts_are_forgotten_and_their_memory_is_freed(
     for _ in range(4):
         stage(subject, [(None, 1)])
     assert not subject._partials
-    assert subject._staged_bytes() == 0
+    assert subject._room.staged_bytes() == 0
     assert subject.counts["aborted"] == 2
     assert stage(subject, [(request(1, 9), 7)], [2])[0]["reason"] == "rows"
     assert "path" in stage(subject, [(request(3, 9), 9)])[0]
@@ -842,7 +843,7 @@ def test_a_writers_failure_is_told_and_counted(staging: Path, monkeypatch: pytes
     assert [p.name for p in (staging / RUN).iterdir()] == ["1.states.failed"]
     assert (staging / RUN / "1.states.failed").read_text() == "ZeroDivisionError: division by zero"
     assert subject.counts == {"failed": 1}
-    assert subject._staged_bytes() == 0
+    assert subject._room.staged_bytes() == 0
 
 
 def test_close_waits_for_writers_and_later_requests_are_told(staging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -861,7 +862,7 @@ def test_close_waits_for_writers_and_later_requests_are_told(staging: Path, monk
         check_file(staging, name)
     answer = stage(subject, [(request(9, 3), 3)])[0]
     assert answer == {"error": "the server is shutting down", "reason": "closed", "retry": True}
-    assert subject._coming_bytes() == 0
+    assert subject._room._coming_bytes() == 0
 
 
 def test_a_client_that_dies_while_its_file_is_written_leaves_nothing(
@@ -887,7 +888,7 @@ def test_a_client_that_dies_while_its_file_is_written_leaves_nothing(
         subject.close()
     assert list(tmp_path.iterdir()) == []
     assert subject.counts == {"failed": 2}
-    assert subject._staged_bytes() == 0
+    assert subject._room.staged_bytes() == 0
     assert not caplog.records  # nobody did anything wrong
 
 
@@ -905,7 +906,7 @@ def test_the_quota_is_never_passed_and_never_counts_twice(staging: Path, monkeyp
 
     def watch() -> None:
         while not stop.is_set():
-            seen.append(subject._staged_bytes())
+            seen.append(subject._room.staged_bytes())
 
     threads = [threading.Thread(target=take), threading.Thread(target=watch)]
     for thread in threads:

@@ -9,8 +9,6 @@ Letters: `T` tokens of a request, `R` rows of a forward (the tokens of all its r
 from __future__ import annotations
 
 import itertools
-import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -25,26 +23,13 @@ import torch
 
 from eyas.engine import staged
 from eyas.engine.pinned import HostPool
-from eyas.engine.staged import FULL, ITEM_BYTES, NO_DIRECTORY, ROWS, TOKEN_IDS, TOO_LARGE, RequestName
-
-logger = logging.getLogger(__name__)
+from eyas.engine.room import Room, StagingLimits, full, put, refusal, tell_failure
+from eyas.engine.staged import ITEM_BYTES, ROWS, TOKEN_IDS, TOO_LARGE, RequestName
 
 Bytes = npt.NDArray[np.uint8]
 
 PARTIAL_PATIENCE = 64
 """Forwards after which the chunks of a request that sent no further one are dropped: it was aborted."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagingLimits:
-    """What the plugin may use; all in bytes."""
-
-    staged_bytes: int
-    """Files that the client has not taken yet."""
-    min_free_bytes: int
-    """Left free on the staging file system, and under the container's memory limit, whatever happens."""
-    pool_bytes: int
-    """Page-locked host memory."""
 
 
 @dataclass(slots=True)
@@ -92,11 +77,8 @@ class Stager:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._partials: dict[str, _Partial] = {}
         self._forwards = 0
-        self._free: int | None = None
-        """Bytes that are free and promised to nobody, as this forward goes on: asking costs a system call."""
+        self._room = Room(staging, limits, self._partial_bytes)
         self._lock = threading.Lock()
-        self._files: dict[Path, int] = {}
-        self._writing_bytes = 0
         self.counts: Counter[str] = Counter()
 
     def stage(
@@ -124,7 +106,7 @@ class Stager:
         wanted = [i for i, name in enumerate(names) if name is not None]
         answers: list[dict[str, Any] | None] = [None] * len(names)
         copied: _Rows | None = None
-        self._free = None
+        self._room.look_again()
         for i in wanted:
             name = names[i]
             assert name is not None
@@ -159,64 +141,24 @@ class Stager:
 
     def room(self) -> dict[str, int]:
         """Bytes: `staged` now, allowed (`limit`), and `free` on the file system and under the memory limit."""
-        self._forget_taken()
-        return {
-            "staged": self._staged_bytes(),
-            "limit": self._limits.staged_bytes,
-            "free": free_bytes(self.staging),
-            "min_free": self._limits.min_free_bytes,
-        }
+        return self._room.told()
 
     def _why_not(self, name: RequestName, prefix_rows: int, num_bytes: int) -> dict[str, Any] | None:
         """Why a request cannot be begun, as its answer."""
         if prefix_rows:
             return None  # _misfit says it
-        directory = name.path(self.staging).parent
-        if not directory.is_dir():
-            return _refusal(
-                f"the server sees no directory {directory}: it runs on another host or in another container than the "
-                "client, or the client is gone",
-                NO_DIRECTORY,
-            )
-        if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
-            return _refusal(
-                f"the server, uid {os.geteuid()}, cannot write into {directory}: run client and server as one user, or "
-                "the server as root",
-                NO_DIRECTORY,
-            )
-        limits = self._limits
-        if num_bytes > limits.staged_bytes:
-            return _refusal(
-                f"its states take {num_bytes} bytes, {limits.staged_bytes} may be staged in all: give the server more "
-                "staged_bytes, or leave out so long a sample",
-                TOO_LARGE,
-            )
-        if self._staged_bytes() + num_bytes > limits.staged_bytes:
-            self._forget_taken()
-        held = self._staged_bytes()
-        if held + num_bytes > limits.staged_bytes:
-            return self._full(f"{held} of {limits.staged_bytes} staged bytes are in use, {num_bytes} more asked for")
-        if self._free is None:
-            self._free = free_bytes(self.staging) - self._coming_bytes()
-        if num_bytes + limits.min_free_bytes > self._free:
-            return self._full(
-                f"{self._free} bytes are free in {self.staging} and not promised, {num_bytes} asked for, "
-                f"{limits.min_free_bytes} must stay"
-            )
-        # Whether it is written or still on its way when the next request of this forward asks.
-        self._free -= num_bytes
-        return None
+        why_not = self._room.why_not(name, num_bytes)
+        if why_not is not None and why_not["retry"]:
+            self._count("full")
+        return why_not
 
     def _no_pool(self, name: RequestName, fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         need = name.num_tokens * (8 + sum(_row_bytes(tensor) for tensor in fields.values()))
         limit = self._limits.pool_bytes
         if need > limit:
-            return _refusal(f"its states take {need} bytes of host memory, the pool has {limit}", TOO_LARGE)
-        return self._full(f"the host pool of {limit} bytes is full")
-
-    def _full(self, why: str) -> dict[str, Any]:
+            return refusal(f"its states take {need} bytes of host memory, the pool has {limit}", TOO_LARGE)
         self._count("full")
-        return {"error": why, "reason": FULL, "retry": True}
+        return full(f"the host pool of {limit} bytes is full")
 
     def _refuse(self, name: RequestName, partial: _Partial, rows_seen: int) -> dict[str, Any]:
         """The answer of a request that failed; its memory is let go, the reason stays until its last chunk."""
@@ -245,14 +187,12 @@ class Stager:
             return {"pending": partial.num_rows}
         path = name.path(self.staging, self._rank)
         layout = {f: (str(tensor.dtype).removeprefix("torch."), tensor.shape[1]) for f, tensor in fields.items()}
-        with self._lock:
-            del self._partials[str(name)]
-            self._writing_bytes += partial.num_bytes
+        del self._partials[str(name)]
+        self._room.begin(partial.num_bytes)
         try:
             self._writers.submit(self._write, name, path, partial.rows, layout, partial.num_bytes)
         except RuntimeError:  # closed
-            with self._lock:
-                self._writing_bytes -= partial.num_bytes
+            self._room.end(partial.num_bytes, None)
             self._count("failed")
             return {"error": "the server is shutting down", "reason": "closed", "retry": True}
         return {"path": str(path), "bytes": partial.num_bytes, "alone": partial.alone}
@@ -271,26 +211,14 @@ class Stager:
                 if piece.event is not None:
                     piece.event.synchronize()
             ids = np.concatenate([piece.token_ids.view("<i8") for piece in rows]).astype("<i4")
-            parts: list[memoryview] = [ids.data.cast("B")]
-            parts += [piece.fields[f].data for f in layout for piece in rows]
-            head = staged.header(name, layout, self._norm, staged.digest_of(parts), self._rank)
-            staged.write(path, [head, *parts])
+            parts = [piece.fields[f].data for f in layout for piece in rows]
+            put(name, path, ids, layout, parts, self._norm, self._rank)
         except Exception as error:  # noqa: BLE001 - whatever it is, the request must hear of it
-            with self._lock:
-                self._writing_bytes -= num_bytes
+            self._room.end(num_bytes, None)
             self._count("failed")
-            if isinstance(error, FileNotFoundError) and not path.parent.exists():
-                logger.info("eyas: %s was not staged: its client is gone", name)
-                return
-            logger.error("eyas: %s was not staged: %s: %s", name, type(error).__name__, error)
-            try:
-                staged.write_failure(path, f"{type(error).__name__}: {error}")
-            except OSError as second:
-                logger.error("eyas: nor could that be told: %s", second)
+            tell_failure(name, path, error)
         else:
-            with self._lock:
-                self._writing_bytes -= num_bytes
-                self._files[path] = num_bytes
+            self._room.end(num_bytes, path)
             self._count("staged")
 
     def _copy(self, start: int, end: int, token_ids: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> _Rows | None:
@@ -333,55 +261,13 @@ class Stager:
         with self._lock:
             self.counts[what] += 1
 
-    def _staged_bytes(self) -> int:
-        """Of files that are there and of those that are coming."""
-        with self._lock:
-            return sum(self._files.values()) + self._writing_bytes + self._partial_bytes()
-
-    def _coming_bytes(self) -> int:
-        """Promised to requests, and perhaps not yet taken from the file system."""
-        with self._lock:
-            return self._writing_bytes + self._partial_bytes()
-
     def _partial_bytes(self) -> int:
         return sum(partial.num_bytes for partial in list(self._partials.values()))
-
-    def _forget_taken(self) -> None:
-        """Files that the client has taken are not there any more."""
-        with self._lock:
-            paths = list(self._files)
-        gone = [path for path in paths if not path.exists()]
-        with self._lock:
-            for path in gone:
-                self._files.pop(path, None)
 
     def _drop_aborted(self) -> None:
         for key in [k for k, p in self._partials.items() if self._forwards - p.seen_at > PARTIAL_PATIENCE]:
             del self._partials[key]
             self._count("aborted")
-
-
-def free_bytes(staging: Path) -> int:
-    """Bytes that may still be put into `staging`: on its file system, and under the memory limit of the container."""
-    try:
-        disk = os.statvfs(staging)
-    except OSError:
-        return 0  # it is not there
-    free = disk.f_bavail * disk.f_frsize
-    # Files in shared memory count against the container's limit, and going over it kills, it does not fail.
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            statistics = dict(
-                line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines() if line
-            )
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            # Clean pages of files are given back before anything is killed.
-            used -= int(statistics.get("inactive_file", 0))
-            free = min(free, int(limit) - used)
-    except (OSError, ValueError):
-        pass
-    return max(0, free)
 
 
 def _slice(copied: _Rows, begin: int, end: int, fields: Mapping[str, torch.Tensor]) -> _Rows:
@@ -400,13 +286,13 @@ def _slice(copied: _Rows, begin: int, end: int, fields: Mapping[str, torch.Tenso
 def _misfit(name: RequestName, partial: _Partial, num_rows: int, prefix_rows: int) -> dict[str, Any] | None:
     """Why a chunk's rows are not the next ones of its request, as its answer."""
     if prefix_rows != partial.num_rows:
-        return _refusal(
+        return refusal(
             f"{prefix_rows} of {name.num_tokens} rows come from a prefix cache or were lost, {partial.num_rows} are "
             "here: run the server with its radix cache off",
             ROWS,
         )
     if prefix_rows + num_rows > name.num_tokens:
-        return _refusal(f"{prefix_rows + num_rows} rows for {name.num_tokens} tokens", ROWS)
+        return refusal(f"{prefix_rows + num_rows} rows for {name.num_tokens} tokens", ROWS)
     return None
 
 
@@ -416,7 +302,3 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8).flatten()
-
-
-def _refusal(why: str, reason: str) -> dict[str, Any]:
-    return {"error": why, "reason": reason, "retry": False}

@@ -16,7 +16,7 @@ from eyas.data.table import SampleTable
 from eyas.engine import staged
 from eyas.engine.sglang.deploy import write_plugin, write_settings
 from eyas.engine.sglang.server import ask_hello
-from eyas.engine.stager import StagingLimits, free_bytes
+from eyas.engine.room import StagingLimits, free_bytes
 from eyas.errors import ConfigError, EngineError, EngineUnavailable
 from eyas.log import Progress, human_bytes, human_time
 from eyas.observe import heartbeat

@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import eyas
-from eyas.engine.stager import StagingLimits
+from eyas.engine.room import StagingLimits
 
 MODULES = (
     "__init__.py",
     "engine/__init__.py",
     "engine/pinned.py",
+    "engine/room.py",
     "engine/staged.py",
     "engine/stager.py",
     "engine/sglang/__init__.py",

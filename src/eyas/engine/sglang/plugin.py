@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 from eyas.engine import staged
+from eyas.engine.room import StagingLimits
 from eyas.engine.sglang.arguments import contradiction, server_arguments
 from eyas.engine.sglang.taps import CaptureSetupError, Taps, layers_of, names_of
 from eyas.engine.staged import INFO_KEY, RequestName
-from eyas.engine.stager import Stager, StagingLimits
+from eyas.engine.stager import Stager
 
 logger = logging.getLogger(__name__)
 
