@@ -18,7 +18,6 @@ from eyas.errors import ConfigError
 from eyas.evaluate.choice import Drafted, Greedy, Sampled, choice_of
 from eyas.evaluate.decode import Decoded, Target, decode, decode_plainly
 from eyas.evaluate.drafter import Drafter
-from eyas.evaluate.drafts import find_draft
 from eyas.evaluate.offline import NotKept, look
 from eyas.model import checkpoint as engine_layout
 from eyas.model.eagle3 import Eagle3Draft
@@ -27,6 +26,7 @@ from eyas.model.vocab_map import VocabMap
 from eyas.target.head import HeadTensors
 from eyas.target.structure import LogitMap, find
 from eyas.train.attention import Plain
+from eyas.train.drafts import find_draft
 from eyas.train.loader import batch_of
 from eyas.train.metrics import Tally
 from eyas.train.step import Pass

@@ -22,12 +22,13 @@ from eyas import config as configuration
 from eyas.config import DataConfig, TargetConfig
 from eyas.data.table import SampleTable
 from eyas.errors import ConfigError, DataError, SpecMismatch
-from eyas.evaluate import compare, drafts, offline
+from eyas.evaluate import compare, offline
 from eyas.evaluate.compare import DecodeReceipt, Request
 from eyas.evaluate.offline import OfflineReceipt
 from eyas.evaluate.prompts import Prompt, read_prompts, stop_ids
 from eyas.log import Progress
 from eyas.model import checkpoint as engine_layout
+from eyas.train import drafts
 from eyas.train.checkpoint import BEST, CHECKPOINTS, DRAFT
 from eyas.train.metrics import Summary
 

@@ -80,7 +80,7 @@ def evaluate(
     if decode != (prompts is not None) or (limit is not None and not decode):
         raise ConfigError("--decode needs --prompts FILE; --prompts and --limit need --decode")
     stop_by_exception()
-    from eyas.evaluate import drafts
+    from eyas.train import drafts
 
     found = drafts.find_draft(draft, tree.train.out)
     try:

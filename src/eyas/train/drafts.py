@@ -1,4 +1,4 @@
-"""Which checkpoint is meant, and where what is found out about it is written."""
+"""Which drafter is meant, the training it came from, and where what is found out about it is written."""
 
 from __future__ import annotations
 
