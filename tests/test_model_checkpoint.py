@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from eyas.errors import ConfigError, ExportError
-from eyas.model.checkpoint import config_of, load, save, warm_start
+from eyas.model.checkpoint import load, save, warm_start
 from eyas.model.create import initialise
 from eyas.model.eagle3 import Eagle3Draft
+from eyas.model.layout import LAYER_IDS, config_of
 from eyas.model.shape import DraftShape
 from eyas.model.vocab_map import VocabMap
 from tiny_models import save as save_target
@@ -189,7 +190,7 @@ def test_rope_is_the_same_in_either_spelling(rope: dict[str, Any], without: tupl
 def test_float32_comes_back_bit_for_bit(changes: dict[str, Any], tmp_path: Path) -> None:
     draft = random_draft(replace(SHAPE, **changes))
     vocab_map = VocabMap.full(301) if draft.shape.draft_vocab_size == 301 else VOCAB
-    path = written(tmp_path / "d", draft, vocab_map, with_embedding=True)
+    path = written(tmp_path / "d", draft, vocab_map, embedding=draft.embed_tokens.weight)
     again, found, info = load(path)
     assert again.shape == draft.shape
     assert_same(draft, again)
@@ -202,7 +203,7 @@ def test_float32_comes_back_bit_for_bit(changes: dict[str, Any], tmp_path: Path)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_weights_are_read_as_they_are(dtype: str, tmp_path: Path) -> None:
     draft = random_draft()
-    again, _, info = load(written(tmp_path / "d", draft, dtype=dtype, with_embedding=True))
+    again, _, info = load(written(tmp_path / "d", draft, dtype=dtype, embedding=draft.embed_tokens.weight))
     assert info.dtype == dtype
     assert torch.equal(again.fc.weight, draft.fc.weight.to(getattr(torch, dtype)).float())
 
@@ -238,7 +239,9 @@ def test_an_embedding_that_is_not_there_is_the_targets_or_unset(tmp_path: Path) 
 
 def foreign(directory: Path, layout: str) -> Path:
     """A checkpoint as another project leaves it: bfloat16, other names, other fields."""
-    path = written(directory, dtype="bfloat16", with_embedding=layout != "sglang")
+    draft = random_draft()
+    embedding = None if layout == "sglang" else draft.embed_tokens.weight.bfloat16()
+    path = written(directory, draft, dtype="bfloat16", embedding=embedding)
     inner = {
         "model_type": "llama",
         "hidden_size": 32,
@@ -348,10 +351,79 @@ def test_layer_ids_are_never_guessed(tmp_path: Path) -> None:
 
     reconfigure(path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]})
     assert load(path)[0].shape.aux_layers == (2, 3, 4)
-    with pytest.raises(ConfigError, match="layers disagree"):
+    with pytest.raises(ConfigError, match=r"layers disagree: given \[1, 2, 3\]"):
         load(path, aux_layers=(1, 2, 3))
-    reconfigure(path, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    with pytest.raises(ConfigError, match="layers disagree"):
+
+
+def test_keys_that_contradict_each_other_are_settled_by_who_asks(tmp_path: Path) -> None:
+    # As found in the wild: SGLang's numbers copied to vLLM's key.
+    path = written(tmp_path / "d")
+    reconfigure(path, eagle_aux_hidden_state_layer_ids=[1, 2, 3], eagle_config={LAYER_IDS: [1, 2, 3]})
+    with pytest.raises(ConfigError, match=r"layers disagree: .*; give aux_layers"):
+        load(path)
+    assert load(path, aux_layers=(2, 3, 4))[0].shape.aux_layers == (2, 3, 4)
+    assert load(path, aux_layers=(1, 2, 3))[0].shape.aux_layers == (1, 2, 3)
+    with pytest.raises(ConfigError, match=r"given \[0, 1, 2\]"):
+        load(path, aux_layers=(0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        # SpecForge for Kimi-K2.5 has [2, 30, 58] there and captures the output of these layers.
+        ({"eagle_config": {LAYER_IDS: [0, 1, 2], "use_aux_hidden_state": True}}, (1, 2, 3)),
+        # ModelOpt writes an empty list where the engine's default is meant.
+        (
+            {
+                "eagle_config": {
+                    LAYER_IDS: [],
+                    "use_aux_hidden_state": True,
+                    "use_input_layernorm_in_first_layer": True,
+                    "use_last_layernorm": True,
+                    "use_mtp_layernorm": False,
+                }
+            },
+            None,
+        ),
+        # AngelSlim's own key; and nothing at all, as its configurations and SpecForge's usually have it.
+        ({"aux_hidden_states_layer_ids": [0, 1, 2]}, (1, 2, 3)),
+        ({}, None),
+    ],
+    ids=["specforge", "modelopt", "angelslim", "none"],
+)
+def test_layer_ids_of_other_projects(fields: dict[str, Any], layers: tuple[int, ...] | None, tmp_path: Path) -> None:
+    path = foreign(tmp_path / "d", "sglang")
+    reconfigure(path, eagle_config=None)
+    reconfigure(path, **fields)
+    if layers is None:
+        with pytest.raises(ConfigError, match="does not say which layers"):
+            load(path)
+    else:
+        assert load(path)[0].shape.aux_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({LAYER_IDS: "1,2,3"}, "a list of numbers is wanted"),
+        ({LAYER_IDS: [True, 2, 3]}, "a list of numbers is wanted"),
+        ({LAYER_IDS: [3, 2, 1], "eagle_config": None}, "not ascending"),
+        ({"eagle_config": [1, 2, 3]}, "an object is wanted"),
+        ({"rope_parameters": "default"}, "an object is wanted"),
+    ],
+    ids=str,
+)
+def test_fields_of_another_kind_are_named(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "d")
+    reconfigure(path, **fields)
+    with pytest.raises(ConfigError, match=words):
+        load(path)
+
+
+def test_speculators_must_say_what_its_residual_is(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "d", "speculators")
+    reconfigure(path, norm_before_residual=None)
+    with pytest.raises(ConfigError, match="no norm_before_residual, which vLLM then takes for true"):
         load(path)
 
 
@@ -411,6 +483,11 @@ def test_only_d2t_is_enough(tmp_path: Path) -> None:
         {"attention_bias": True},
         {"hidden_act": "gelu"},
         {"layer_types": ["sliding_attention"]},
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        {"eagle_config": {"use_last_layernorm": False}},
+        {"logit_scale": 0.5},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ],
     ids=str,
 )
