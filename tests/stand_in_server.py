@@ -28,8 +28,8 @@ import torch
 import transformers
 
 from eyas.engine import staged
-from eyas.engine.staged import RequestName
 from eyas.engine.room import StagingLimits
+from eyas.engine.staged import RequestName
 from eyas.engine.stager import Stager
 
 torch.set_num_threads(1)

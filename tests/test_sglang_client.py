@@ -30,10 +30,9 @@ from eyas.capture.estimate import probe_tokens_per_s
 from eyas.capture.run import Receipt, capture
 from eyas.config import CaptureConfig, EngineConfig, TargetConfig
 from eyas.data.table import SampleTable, TableMetadata, TableWriter
-from eyas.engine import staged
+from eyas.engine import asking, client, session, staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest
 from eyas.engine.hf import HfEngine
-from eyas.engine.sglang import asking, client, session
 from eyas.engine.sglang.client import SglangEngine
 from eyas.engine.staged import RequestName
 from eyas.engine.stager import Stager
@@ -325,7 +324,7 @@ def test_two_clients_share_one_server_and_both_end(world: World, tmp_path: Path)
 KILLED_CLIENT = """
 import os, signal, sys
 from pathlib import Path
-from eyas.engine import staged
+from eyas.engine import asking, client, session, staged
 run = staged.Run(Path(sys.argv[1]))
 (run.path / "7.states").write_bytes(bytes(5000))
 print(run.token, flush=True)

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from eyas.engine import staged
+from eyas.engine.room import StagingLimits
+from eyas.engine.settings import CaptureSetupError, Settings, write_settings
 from eyas.engine.sglang import plugin as subject
 from eyas.engine.sglang.arguments import contradiction
-from eyas.engine.sglang.deploy import write_settings
-from eyas.engine.sglang.plugin import Plugin, Settings
-from eyas.engine.sglang.taps import CaptureSetupError, Taps
+from eyas.engine.sglang.plugin import Plugin
+from eyas.engine.sglang.taps import Taps
 from eyas.engine.staged import RequestName
-from eyas.engine.room import StagingLimits
 
 H, L, VOCAB = 4, 6, 32
 RUN = "0123456789abcdef"

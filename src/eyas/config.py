@@ -151,8 +151,8 @@ class GenerateConfig(Section):
 class EngineConfig(Section):
     """Who computes hidden states."""
 
-    kind: Literal["hf", "sglang", "fake"] = "hf"
-    """`hf` computes in this process; `sglang` asks a server that `eyas serve` started."""
+    kind: Literal["hf", "sglang", "vllm", "fake"] = "hf"
+    """`hf` computes in this process; `sglang` and `vllm` ask a server that `eyas serve` started."""
     url: str = "http://127.0.0.1:30000"
     """The server's address."""
     reconnect_s: float = Field(900.0, ge=0.0)
@@ -171,10 +171,10 @@ class EngineConfig(Section):
 
 
 class ServeConfig(Section):
-    """A stock SGLang server that captures; host and port are those of `engine.url`, flags those of `engine.extra`."""
+    """A stock SGLang or vLLM server that captures; host and port are in `engine.url`, its flags in `engine.extra`."""
 
     python: str | None = None
-    """Interpreter of the environment that has SGLang: a path, or a name on PATH; default: the one that runs eyas."""
+    """Interpreter of the server's environment: a path, or a name on PATH; default: the one that runs eyas."""
     staging: Path | None = None
     """Directory in shared memory through which states come; default: `/dev/shm/eyas-<port>`."""
     staging_bytes: int | None = Field(None, ge=1)

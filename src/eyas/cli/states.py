@@ -255,15 +255,18 @@ def _engine(tree: Config) -> tuple[Engine, Head | None]:
     from eyas.target.head import TargetHead
 
     path, trust = need(tree.target.path, "target.path"), tree.target.trust_remote_code
+    head = DeferredHead(lambda: TargetHead.load(path, trust_remote_code=trust))
     if tree.engine.kind == "sglang":
         from eyas.engine.sglang.client import SglangEngine
 
-        return SglangEngine(tree.target, tree.engine, tree.capture.aux_layers), DeferredHead(
-            lambda: TargetHead.load(path, trust_remote_code=trust)
-        )
+        return SglangEngine(tree.target, tree.engine, tree.capture.aux_layers), head
+    if tree.engine.kind == "vllm":
+        from eyas.engine.vllm.client import VllmEngine
+
+        return VllmEngine(tree.target, tree.engine, tree.capture.aux_layers), head
     pinned_bytes = tree.capture.in_flight_bytes * 5 // 4
     engine = HfEngine(tree.target, tree.engine, tree.capture.aux_layers, pinned_bytes=pinned_bytes)
-    return engine, DeferredHead(lambda: TargetHead.load(path, trust_remote_code=trust))
+    return engine, head
 
 
 def _require_same_spec(out: Path, spec: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eyas.config import EngineConfig, ServeConfig
-from eyas.engine.sglang.server import secrets_in
+from eyas.engine.sglang.server import SGLANG
 from eyas.errors import ConfigError
 
 Flags = dict[str, Any]
@@ -98,7 +98,7 @@ def _as_json(name: str, value: Mapping[str, Any]) -> str:
 
 def contradictions(extra: Mapping[str, Any]) -> list[str]:
     """One line for each entry of `engine.extra` with which a server could not be captured from."""
-    problems = secrets_in(extra)
+    problems = SGLANG.secrets_in(extra)
     for name, value in extra_flags(extra).items():
         why = _why_not(name, value)
         if why is not None:

@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 from eyas.data.table import SampleTable
 from eyas.engine import staged
-from eyas.engine.sglang.deploy import write_plugin, write_settings
-from eyas.engine.sglang.server import ask_hello
+from eyas.engine.dialect import ask_hello
 from eyas.engine.room import StagingLimits, free_bytes
+from eyas.engine.settings import write_settings
+from eyas.engine.sglang.deploy import write_plugin
+from eyas.engine.sglang.server import SGLANG
 from eyas.errors import ConfigError, EngineError, EngineUnavailable
 from eyas.log import Progress, human_bytes, human_time
 from eyas.observe import heartbeat
@@ -129,7 +131,7 @@ def running_server(plan: ServerPlan) -> str | None:
         _require_free_port(plan)
         return None
     try:
-        said = ask_hello(plan.url)
+        said = ask_hello(SGLANG, plan.url)
     except EngineError as error:
         if other is not None and isinstance(error, EngineUnavailable):
             raise ConfigError(

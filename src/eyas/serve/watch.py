@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 
-from eyas.engine.sglang.server import ask_hello
+from eyas.engine.dialect import ask_hello
+from eyas.engine.sglang.server import SGLANG
 from eyas.errors import EngineError, EngineUnavailable
 
 HEALTH_TIMEOUT_S = 30.0
@@ -50,7 +51,7 @@ class Watch:
 
     def _ask(self) -> None:
         try:
-            self.hello = ask_hello(self._url)
+            self.hello = ask_hello(SGLANG, self._url)
         except EngineUnavailable:
             pass  # it has only just begun to answer
         except EngineError as error:

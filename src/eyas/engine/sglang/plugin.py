@@ -14,21 +14,19 @@ Needs torch, NumPy, xxhash and the standard library alone, beside the server its
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eyas.engine import staged
-from eyas.engine.room import StagingLimits
+from eyas.engine.settings import CaptureSetupError, Settings
 from eyas.engine.sglang.arguments import contradiction, server_arguments
-from eyas.engine.sglang.taps import CaptureSetupError, Taps, layers_of, names_of
+from eyas.engine.sglang.taps import Taps, layers_of, names_of
 from eyas.engine.staged import INFO_KEY, RequestName
 from eyas.engine.stager import Stager
 
@@ -41,34 +39,6 @@ KNOWN_VERSIONS = ("0.5.17", "0.5.23")
 LAST = "last"
 _SETUP = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.configure_aux_hidden_state_capture"
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the launcher asks of the plugin."""
-
-    staging: Path
-    aux_layers: tuple[int, ...] | None
-    """Hidden-state indices; None = `[2, L//2, L-3]`."""
-    limits: StagingLimits
-    num_threads: int = 4
-
-    @classmethod
-    def read(cls, path: Path) -> Settings:
-        """From the launcher's JSON. Raises CaptureSetupError."""
-        try:
-            body = json.loads(path.read_text())
-            layers = body["aux_layers"]
-            if not isinstance(layers, list | None):
-                raise TypeError(f"aux_layers is {layers!r}")
-            return cls(
-                staging=Path(body["staging"]),
-                aux_layers=None if layers is None else tuple(int(k) for k in layers),
-                limits=StagingLimits(int(body["staged_bytes"]), int(body["min_free_bytes"]), int(body["pool_bytes"])),
-                num_threads=int(body.get("num_threads", 4)),
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CaptureSetupError(f"eyas: {path} cannot be read as capture settings: {error!r}") from None
 
 
 def register() -> None:
@@ -119,14 +89,7 @@ class Plugin:
             raise CaptureSetupError(f"eyas: cannot capture: {why}")
         config = text_config(model)
         num_layers = int(config.num_hidden_layers)
-        wanted = self._settings.aux_layers
-        if wanted is None:
-            wanted = tuple(sorted({min(max(k, 0), num_layers) for k in (2, num_layers // 2, num_layers - 3)}))
-        outside = [k for k in wanted if not 0 <= k <= num_layers]
-        if outside or list(wanted) != sorted(set(wanted)):
-            raise CaptureSetupError(
-                f"eyas: aux_layers {list(wanted)} must ascend, without repeats, within 0..{num_layers}"
-            )
+        wanted = self._settings.layers_of(num_layers)
         self._layers = wanted
         self._taps = Taps(model, wanted, num_layers)
         rank = _tensor_parallel_rank()

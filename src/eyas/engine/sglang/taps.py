@@ -12,11 +12,8 @@ from typing import Any
 import torch
 
 from eyas.engine import staged
+from eyas.engine.settings import CaptureSetupError
 from eyas.engine.staged import RequestName
-
-
-class CaptureSetupError(RuntimeError):
-    """The server cannot capture as it was started; it ends."""
 
 
 class Taps:

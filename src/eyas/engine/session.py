@@ -1,4 +1,4 @@
-"""Requests in flight to one SGLang server: sent while they fit, answered through the staging directory.
+"""Requests in flight to one server: sent while they fit, answered through the staging directory.
 
 Letters: `T` tokens, `H` hidden size.
 """
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyas.engine import staged
+from eyas.engine.asking import Asking
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest, EngineInfo, RequestSource
-from eyas.engine.sglang.asking import Asking
-from eyas.engine.sglang.reference import LayerCheck
-from eyas.engine.sglang.server import ENGINE
+from eyas.engine.dialect import Dialect
+from eyas.engine.reference import LayerCheck
 from eyas.errors import EngineError, EngineRefused, EngineUnavailable
 
 STALLED_S = 30.0
@@ -64,6 +64,7 @@ class Session:
 
     def __init__(
         self,
+        dialect: Dialect,
         url: str,
         hello: Mapping[str, Any],
         run: staged.Run,
@@ -76,14 +77,15 @@ class Session:
 
         So many samples as `max_files` may be in flight or answered and not written yet.
         """
+        self._dialect = dialect
         self._staging_run, self._serials, self._max_files = run, serials, max_files
         self._bytes_per_token = info.spec.bytes_per_token + 4
         self._turn = _Turn()
         self._turns = threading.Lock()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=dialect.engine, daemon=True)
         self._thread.start()
-        self._asking = Asking(self._loop, url, hello, run, info, serials, layer_check)
+        self._asking = Asking(dialect, self._loop, url, hello, run, info, serials, layer_check)
         self.lost = False
         self._closed = False
         chunk = int(hello.get("max_prefill_tokens") or 8192)
@@ -108,7 +110,7 @@ class Session:
         try:
             while not turn.over:
                 if not self._thread.is_alive():
-                    raise EngineError("the thread that talks to the server has ended", engine=ENGINE)
+                    raise EngineError("the thread that talks to the server has ended", engine=self._dialect.engine)
                 self._look_around(turn)
                 if not self._take(turn, source):
                     return

@@ -1,4 +1,4 @@
-"""One sample asked of an SGLang server: sent over HTTP, answered through the staging directory, checked for wholeness.
+"""One sample asked of a server: sent over HTTP, answered through the staging directory, checked for wholeness.
 
 Letters: `T` tokens, `H` hidden size.
 """
@@ -25,9 +25,9 @@ import numpy.typing as npt
 from eyas.connections import Connections
 from eyas.engine import staged
 from eyas.engine.base import CaptureAnswer, CaptureRequest, EngineInfo, Reference
-from eyas.engine.sglang.reference import LayerCheck
-from eyas.engine.sglang.server import ENGINE, ask_hello, brief, generate_body, is_passing, needs_certificates
-from eyas.engine.staged import INFO_KEY, RequestName, Staged, StagedError
+from eyas.engine.dialect import Dialect, Reply, ask_hello, brief, is_passing, needs_certificates
+from eyas.engine.reference import LayerCheck
+from eyas.engine.staged import RequestName, Staged, StagedError
 from eyas.errors import EngineError, EngineRefused, EngineUnavailable
 from eyas.records import LAST, StateBlock
 from eyas.values import as_float32, median_row_error
@@ -60,6 +60,7 @@ class Asking:
 
     def __init__(
         self,
+        dialect: Dialect,
         loop: asyncio.AbstractEventLoop,
         url: str,
         hello: Mapping[str, Any],
@@ -68,7 +69,7 @@ class Asking:
         serials: Iterator[int],
         layer_check: Callable[[], LayerCheck | None],
     ) -> None:
-        self._loop = loop
+        self._dialect, self._loop = dialect, loop
         self._url, self._hello, self._staging_run, self._info = url, hello, run, info
         self._serials, self._layer_check = serials, layer_check
         self._counting = threading.Lock()
@@ -122,12 +123,7 @@ class Asking:
 
     async def num_waiting(self) -> int | None:
         """How many requests wait at the server to be computed; None where it does not tell."""
-        try:
-            response = await self._connections.request("GET", "/v1/loads", params={"include": "core"}, timeout=5.0)
-            loads = response.json()["loads"] if response.status_code == 200 else []
-            return sum(int(load["num_waiting_reqs"]) for load in loads) if loads else None
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            return None
+        return await self._dialect.num_waiting(self._connections)
 
     async def close(self) -> None:
         """Let go of the connections."""
@@ -144,13 +140,14 @@ class Asking:
         as_said = kind == {(spec.dtype, spec.hidden_size)} and set(found.fields) == set(spec.fields)
         if not as_said or found.last_hidden_norm != spec.last_hidden_norm:
             raise EngineUnavailable(
-                f"the server at {self._url} stages {', '.join(found.fields)}, not what it said of itself", engine=ENGINE
+                f"the server at {self._url} stages {', '.join(found.fields)}, not what it said of itself",
+                engine=self._dialect.engine,
             )
 
     async def _states(
         self, serial: int, request: CaptureRequest, flags: str = "", *, logprobs: bool = False
-    ) -> tuple[RequestName, Staged, dict[str, Any]]:
-        """One request's name, states and answer's `meta_info`. Asks again while the server has no room.
+    ) -> tuple[RequestName, Staged, Reply]:
+        """One request's name, states and answer. Asks again while the server has no room.
 
         The name's serial stays among those awaited, for the files of other ranks; the caller takes it out.
         """
@@ -160,10 +157,10 @@ class Asking:
             name = RequestName(self._staging_run.token, serial, len(request.token_ids), flags)
             self._awaited.add(serial)
             try:
-                meta = await self._generate(name, request, logprobs=logprobs)
-                said = self._said(meta, request)
+                reply = await self._post(name, request, logprobs=logprobs)
+                said = self._said(reply, request)
                 if said.get("reason") != staged.FULL:
-                    return name, await self._fetch(name, request), meta
+                    return name, await self._fetch(name, request), reply
             except BaseException:
                 self._awaited.discard(serial)
                 raise
@@ -172,71 +169,74 @@ class Asking:
                 raise EngineUnavailable(
                     f"sample {request.sample_id}: the server has had no room for {FULL_PATIENCE_S:.0f} s: "
                     f"{said.get('error')}",
-                    engine=ENGINE,
+                    engine=self._dialect.engine,
                     sample_id=request.sample_id,
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_FULL_PAUSE_S)
             serial = next(self._serials)
 
-    def _said(self, meta: Mapping[str, Any], request: CaptureRequest) -> dict[str, Any]:
+    def _said(self, reply: Reply, request: CaptureRequest) -> Mapping[str, Any]:
         """What the plugin says of a request: that it is staged, or that there is no room. Raises for anything else."""
-        told = meta.get(INFO_KEY)
-        said = next((s for s in told if isinstance(s, dict)), None) if isinstance(told, list) else None
+        said = reply.said
         if said is None:
             raise EngineError(
                 f"the server at {self._url} answers without the capture plugin: was it started anew without it?",
-                engine=ENGINE,
+                engine=self._dialect.engine,
             )
         error, reason = said.get("error"), said.get("reason")
         if reason == staged.FULL or (error is None and "path" in said):
             return said
         if reason == staged.NO_DIRECTORY:
-            raise EngineError(str(error), engine=ENGINE)
+            raise EngineError(str(error), engine=self._dialect.engine)
         make = EngineUnavailable if said.get("retry") else EngineRefused
         raise make(
             f"sample {request.sample_id}: {error or 'its rows are not all there'}",
-            engine=ENGINE,
+            engine=self._dialect.engine,
             sample_id=request.sample_id,
         )
 
-    async def _generate(self, name: RequestName, request: CaptureRequest, *, logprobs: bool) -> dict[str, Any]:
-        """POST /generate. Raises EngineRefused, EngineUnavailable (with the sample's id where it is only about it)."""
-        body = generate_body(name, request.token_ids.tolist(), logprobs=logprobs)
+    async def _post(self, name: RequestName, request: CaptureRequest, *, logprobs: bool) -> Reply:
+        """The answer to a prompt.
+
+        Raises EngineRefused, and EngineUnavailable, with the sample's id where it is only about it.
+        """
+        path, body = self._dialect.request(name, request.token_ids.tolist(), logprobs=logprobs)
         self._num_asked += 1
         try:
             response = await self._connections.request(
                 "POST",
-                "/generate",
+                path,
                 content=json.dumps(body, separators=(",", ":")).encode(),
                 headers={"content-type": "application/json"},
             )
         except httpx.HTTPError as error:
             raise EngineUnavailable(
-                f"the server at {self._url} is gone ({type(error).__name__})", engine=ENGINE
+                f"the server at {self._url} is gone ({type(error).__name__})", engine=self._dialect.engine
             ) from None
         finally:
             self._num_asked -= 1
         status, text = response.status_code, response.text
         if status == 200:
-            meta, abort = _meta_of(text)
-            if meta is None:
+            reply = self._dialect.reply(text)
+            if reply is None:
                 if request.attempt > 1:
-                    await self._aside(partial(ask_hello, self._url))  # raises when SGLang answers there no more
+                    # Raises when such a server answers there no more.
+                    await self._aside(partial(ask_hello, self._dialect, self._url))
                 raise EngineUnavailable(
                     f"sample {request.sample_id}: the server's answer cannot be read: {brief(text)}",
-                    engine=ENGINE,
+                    engine=self._dialect.engine,
                     sample_id=request.sample_id,
                 )
-            if abort is None:
-                return meta
-            status, text = abort
+            if reply.aborted is None:
+                return reply
+            status, text = reply.aborted
         why = f"sample {request.sample_id}: the server answers {status}: {brief(text)}"
         if status in (400, 413, 422):
-            raise EngineRefused(why, engine=ENGINE, sample_id=request.sample_id)
+            raise EngineRefused(why, engine=self._dialect.engine, sample_id=request.sample_id)
         if is_passing(status):
-            raise EngineUnavailable(why, engine=ENGINE, sample_id=request.sample_id)
-        raise EngineError(f"{self._url}: the server answers {status}: {brief(text)}", engine=ENGINE)
+            raise EngineUnavailable(why, engine=self._dialect.engine, sample_id=request.sample_id)
+        raise EngineError(f"{self._url}: the server answers {status}: {brief(text)}", engine=self._dialect.engine)
 
     async def _fetch(self, name: RequestName, request: CaptureRequest, rank: int = 0) -> Staged:
         """Take a staged file: wait for it, read it, check it, remove it."""
@@ -248,12 +248,14 @@ class Asking:
                 why = staged.failed(path).read_text() or "the server's log says why"
                 staged.failed(path).unlink(missing_ok=True)
                 raise EngineUnavailable(
-                    f"sample {request.sample_id}: staging failed: {why}", engine=ENGINE, sample_id=request.sample_id
+                    f"sample {request.sample_id}: staging failed: {why}",
+                    engine=self._dialect.engine,
+                    sample_id=request.sample_id,
                 )
             if time.monotonic() > deadline:
                 raise EngineUnavailable(
                     f"sample {request.sample_id}: the server says it staged {path}, which is not here",
-                    engine=ENGINE,
+                    engine=self._dialect.engine,
                     sample_id=request.sample_id,
                 )
             await asyncio.sleep(pause)
@@ -264,11 +266,11 @@ class Asking:
             raise EngineError(
                 f"{path}: written by uid {self._hello['uid']} and not readable here: run client and server as one "
                 "user, or the server as root",
-                engine=ENGINE,
+                engine=self._dialect.engine,
             ) from None
         except (StagedError, OSError) as error:
             raise EngineUnavailable(
-                f"sample {request.sample_id}: {error}", engine=ENGINE, sample_id=request.sample_id
+                f"sample {request.sample_id}: {error}", engine=self._dialect.engine, sample_id=request.sample_id
             ) from None
         finally:
             path.unlink(missing_ok=True)
@@ -293,13 +295,13 @@ class Asking:
             if check is not None and check.needs_neighbours and self._hello["neighbours"]:
                 flags += staged.NEIGHBOURS
             try:
-                name, found, meta = await self._states(next(self._serials), request, flags, logprobs=True)
+                name, found, reply = await self._states(next(self._serials), request, flags, logprobs=True)
             except EngineRefused:
                 if staged.NEIGHBOURS not in flags:
                     raise
                 # With its neighbours the sample may be too large for the server; without them it was not.
                 flags, check = flags.replace(staged.NEIGHBOURS, ""), None
-                name, found, meta = await self._states(next(self._serials), request, flags, logprobs=True)
+                name, found, reply = await self._states(next(self._serials), request, flags, logprobs=True)
             try:
                 if staged.RANKS in flags:
                     await self._compare_ranks(name, request, found)
@@ -315,12 +317,24 @@ class Asking:
                 }
                 hidden, last = await self._aside(partial(check.hidden, request.token_ids, states))
             alone = {name: block for name, block in _blocks(found).items() if name in self._info.spec.fields}
-            if not self._said(meta, request).get("alone", True):
+            if not self._said(reply, request).get("alone", True):
                 alone = {}
                 if is_quiet:
                     logger.info("sample %s is not compared alone against in a batch: the server computed it together "
                                 "with another client's requests", request.sample_id)  # fmt: skip
-            return Reference(_logprobs(meta, request), hidden, last, alone)
+            return Reference(self._logprobs(reply, request), hidden, last, alone)
+
+    def _logprobs(self, reply: Reply, request: CaptureRequest) -> npt.NDArray[np.float32]:
+        """`[T-1]`: the server's log-probability of token `t+1` at row `t`."""
+        try:
+            return np.array(self._dialect.logprobs(reply.body, request.token_ids.tolist()), dtype=np.float32)
+        except ValueError as error:
+            raise EngineUnavailable(
+                f"sample {request.sample_id}: the server answers with log-probabilities {error}: the last hidden state "
+                "cannot be checked",
+                engine=self._dialect.engine,
+                sample_id=request.sample_id,
+            ) from None
 
     async def _aside(self, function: Callable[[], T]) -> T:
         """The result of what may take minutes, computed in a daemon thread, which keeps nobody from ending."""
@@ -353,37 +367,8 @@ class Asking:
                         f"sample {request.sample_id}: {name_of_field} of tensor-parallel rank {rank} differs from rank "
                         f"0's by {error:.2g} relative: one rank's partial sums? Start the server without all-reduce "
                         "fusion",
-                        engine=ENGINE,
+                        engine=self._dialect.engine,
                     )
-
-
-def _meta_of(text: str) -> tuple[dict[str, Any] | None, tuple[int, str] | None]:
-    """An answer's `meta_info`, and status and text where it says that the request was aborted; None for neither."""
-    try:
-        meta = json.loads(text)["meta_info"]
-        reason = meta.get("finish_reason")
-        if not isinstance(reason, dict) or reason.get("type") != "abort":
-            return meta, None
-        return meta, (int(reason.get("status_code") or 500), str(reason.get("message")))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None, None
-
-
-def _logprobs(meta: Mapping[str, Any], request: CaptureRequest) -> npt.NDArray[np.float32]:
-    """`[T-1]`: the server's log-probability of token `t+1` at row `t`."""
-    try:
-        told = [(entry[0], int(entry[1])) for entry in meta["input_token_logprobs"]]
-        if [token for _, token in told] == request.token_ids.tolist():
-            return np.array([float(value) for value, _ in told[1:]], dtype=np.float32)
-        why = f"of {len(told)} tokens, and not of the {len(request.token_ids)} sent"
-    except (KeyError, TypeError, ValueError, IndexError):
-        why = "that cannot be read, or none"
-    raise EngineUnavailable(
-        f"sample {request.sample_id}: the server answers with log-probabilities {why}: the last hidden state cannot "
-        "be checked",
-        engine=ENGINE,
-        sample_id=request.sample_id,
-    )
 
 
 def _blocks(found: Staged) -> dict[str, StateBlock]:

@@ -30,7 +30,7 @@ NAMED_FROM = 3e-2
 States = Mapping[int, npt.NDArray[np.float32]]
 """`[T, H]` by hidden-state index."""
 Computed = tuple[dict[int, npt.NDArray[np.float32]], npt.NDArray[np.float32] | None]
-"""Auxiliary states by index, and the last one after the norm."""
+"""Auxiliary states by index, and the last one as the spec has it."""
 
 
 class LayerCheck(Protocol):
@@ -71,13 +71,17 @@ class _WholeTarget:
         from eyas.engine.hf import HfEngine
 
         layers = {k + step for k in spec.aux_layers for step in (-1, 0, 1) if 0 <= k + step <= spec.num_layers}
+        self._is_pre_norm, self._num_layers = spec.last_hidden_norm == "pre", spec.num_layers
+        if self._is_pre_norm:
+            layers.add(spec.num_layers)
         config = EngineConfig(kind="hf", dtype="float32", device="cpu")
         self._engine = HfEngine(target, config, tuple(sorted(layers)))
 
     def hidden(self, token_ids: TokenIds, states: States) -> Computed:
         found = self._engine.states(token_ids)
         last = found.pop(LAST)
-        return {int(name.removeprefix("hidden.")): values for name, values in found.items()}, last
+        hidden = {int(name.removeprefix("hidden.")): values for name, values in found.items()}
+        return hidden, hidden[self._num_layers] if self._is_pre_norm else last
 
 
 class _SingleLayers:
