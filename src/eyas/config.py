@@ -328,6 +328,12 @@ class EvaluateConfig(Section):
     """0 is greedy."""
     seed: int = 0
     """Of answers that are drawn, temperature above 0."""
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 4, 8, 16, 32, 64), min_length=1)
+    """Requests in flight at a running server."""
+    repeats: int = Field(3, ge=1)
+    """Runs of each batch size, with the drafter and without, in turns."""
+    timeout_s: float = Field(600.0, gt=0.0)
+    """For one whole answer of a running server."""
 
 
 class Config(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,9 @@ from eyas.cli.edge import (
     stop_by_exception,
 )
 from eyas.errors import ConfigError, Stopped
+
+if TYPE_CHECKING:
+    from eyas.config import Config
 
 
 @app.command()
@@ -67,48 +70,106 @@ def evaluate(
         Path | None, typer.Option("--out", metavar="FILE", help="JSON; default: beside the checkpoint.")
     ] = None,
     decode: Annotated[bool, typer.Option("--decode", help="Decode speculatively, beside plain decoding.")] = False,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="With --decode: JSONL of conversations or ids.")
+    server: Annotated[
+        str | None, typer.Option("--server", metavar="URL", help="Measure a running SGLang or vLLM with a drafter.")
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --decode: prompts at most.")] = None,
+    baseline_server: Annotated[
+        str | None, typer.Option("--baseline-server", metavar="URL", help="With --server: the same without a drafter.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="JSONL of conversations or ids; default: a built-in set."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Prompts of the set at most.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how many tokens a drafter gets accepted: from the captured states, or in real speculative decoding."""
+    """Say how many tokens a drafter gets accepted: from captured states, in real decoding, or on a running server."""
     progress = first_line("evaluate", run)
     tree = load(run, overrides or ())
     need(tree.target.path, "target.path")
-    if decode != (prompts is not None) or (limit is not None and not decode):
-        raise ConfigError("--decode needs --prompts FILE; --prompts and --limit need --decode")
+    if not (decode or server) and (prompts is not None or limit is not None):
+        raise ConfigError("--prompts and --limit need --decode or --server URL")
+    if baseline_server is not None and server is None:
+        raise ConfigError("--baseline-server needs --server URL, the server with the drafter")
     stop_by_exception()
     from eyas.train import drafts
 
-    found = drafts.find_draft(draft, tree.train.out)
+    def found() -> Path:
+        return drafts.find_draft(draft, tree.train.out)
+
+    if server is not None and out is None and draft is None and tree.train.out is None:
+        raise ConfigError("where is the finding to stand? give --out FILE, or --draft DIR to put it beside the drafter")
+    # A server has its drafter already.
+    if server is None or out is None or decode:
+        found()
     try:
-        if prompts is not None:
-            from eyas.evaluate import compare
-
-            name = compare.FILE
-            receipt: Any = compare.evaluate(
-                tree.evaluate, tree.target, tree.engine, tree.data, draft=found, prompts=prompts, limit=limit,
-                progress=progress,
-            )  # fmt: skip
+        if server is not None:
+            own = found() if decode else None
+            name, receipt = _on_servers(tree, (server, baseline_server), own, prompts, limit, progress)
+        elif decode:
+            name, receipt = _in_process(tree, found(), prompts, limit, progress)
         else:
-            from eyas.data.table import SampleTable
-            from eyas.evaluate import offline
-
-            name = offline.FILE
-            states = need(tree.capture.out, "capture.out")
-            table_path = need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
-            receipt = offline.evaluate(
-                tree.evaluate, tree.train, tree.target, draft=found, table=SampleTable.open(table_path), states=states,
-                progress=progress,
-            )  # fmt: skip
+            name, receipt = _from_states(tree, found(), progress)
     except KeyboardInterrupt:
         raise Stopped("stopped; nothing was written, the same command starts anew") from None
-    receipt = dataclasses.replace(receipt, file=str(out or drafts.beside(found, name)))
-    drafts.write(Path(receipt.file), receipt.as_dict())
+    file = out if out is not None else drafts.beside(found(), name)
+    receipt = dataclasses.replace(receipt, file=str(file))
+    drafts.write(file, receipt.as_dict())
     progress.close()
     result(receipt.as_dict(), receipt.lines(), as_json=as_json)
+
+
+def _from_states(tree: Config, draft: Path, progress: log.Progress) -> tuple[str, Any]:
+    """The name of the file and the receipt."""
+    from eyas.data.table import SampleTable
+    from eyas.evaluate import offline
+
+    states = need(tree.capture.out, "capture.out")
+    table_path = need_file(tree.data.samples, "data.samples", "run 'eyas prepare'")
+    receipt = offline.evaluate(
+        tree.evaluate, tree.train, tree.target, draft=draft, table=SampleTable.open(table_path), states=states,
+        progress=progress,
+    )  # fmt: skip
+    return offline.FILE, receipt
+
+
+def _in_process(
+    tree: Config, draft: Path, prompts: Path | None, limit: int | None, progress: log.Progress
+) -> tuple[str, Any]:
+    from eyas.evaluate import compare
+
+    receipt = compare.evaluate(
+        tree.evaluate, tree.target, tree.engine, tree.data, draft=draft, prompts=prompts, limit=limit,
+        progress=progress,
+    )  # fmt: skip
+    return compare.FILE, receipt
+
+
+def _on_servers(
+    tree: Config,
+    urls: tuple[str, str | None],
+    draft: Path | None,
+    prompts: Path | None,
+    limit: int | None,
+    progress: log.Progress,
+) -> tuple[str, Any]:
+    """With `draft`, the prompts are decoded in this process, too, and what comes out is compared."""
+    from eyas.evaluate import server, server_receipt
+    from eyas.generate.key import read_key
+
+    def own(num_draft_tokens: int | None) -> server_receipt.Own:
+        assert draft is not None
+        # In chains as long as the server's.
+        k = num_draft_tokens or tree.evaluate.num_draft_tokens
+        like = tree.model_copy(update={"evaluate": tree.evaluate.model_copy(update={"num_draft_tokens": k})})
+        own: server_receipt.Own = _in_process(like, draft, prompts, limit, progress)[1].own()
+        return own
+
+    receipt = server.evaluate(
+        tree.evaluate, tree.target, tree.data, servers=server.Servers(*urls), key=read_key(tree.generate),
+        prompts=prompts, limit=limit, own=own if draft is not None else None, progress=progress,
+    )  # fmt: skip
+    return server_receipt.FILE, receipt
 
 
 @app.command()

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,16 @@ from eyas.config import DataConfig, EngineConfig, EvaluateConfig, TargetConfig
 from eyas.engine.hf import HfEngine
 from eyas.errors import ConfigError, DataError
 from eyas.evaluate.choice import choice_of
+from eyas.evaluate.counters import Acceptance
 from eyas.evaluate.decode import Decoded, Target, decode, decode_plainly
 from eyas.evaluate.drafter import Drafter
-from eyas.evaluate.prompts import Prompt, read_prompts, stop_ids
+from eyas.evaluate.estimate import length_estimate
+from eyas.evaluate.prompts import BUILT_IN, Prompt, PromptReader, set_name, stop_ids
+from eyas.evaluate.server_receipt import Own
 from eyas.log import Progress, human_time
 from eyas.model import checkpoint as engine_layout
 from eyas.target.files import target_digest
-from eyas.train.metrics import CONFIDENCE, NUM_RESAMPLES, Estimate
+from eyas.train.metrics import Estimate
 
 FILE = "decoding.json"
 WARM_UP_TOKENS = 8
@@ -58,6 +62,10 @@ class Request:
     cut: bool
     identical: bool
     """Both ways wrote the same."""
+    category: str = ""
+    prompt_ids: tuple[int, ...] = ()
+    plain_ids: tuple[int, ...] = ()
+    """What the target wrote alone."""
 
     @property
     def num_accepted(self) -> int:
@@ -93,11 +101,11 @@ class DecodeReceipt:
 
     @property
     def acceptance_length_pooled(self) -> Estimate | None:
-        return _estimate(self._terms(), pooled=True)
+        return length_estimate(self._terms(), pooled=True)
 
     @property
     def acceptance_length_request_mean(self) -> Estimate | None:
-        return _estimate(self._terms(), pooled=False)
+        return length_estimate(self._terms(), pooled=False)
 
     @property
     def position_acceptance(self) -> tuple[float, ...]:
@@ -128,6 +136,17 @@ class DecodeReceipt:
         )
 
     @property
+    def slices(self) -> dict[str, tuple[int, Estimate]]:
+        """Prompts and pooled acceptance length of each category; empty where there is just one."""
+        names = sorted({r.category for r in self.requests})
+        found = {}
+        for name in names if len(names) > 1 else ():
+            terms = self._terms(name)
+            if (estimate := length_estimate(terms, pooled=True)) is not None:
+                found[name] = (len(terms), estimate)
+        return found
+
+    @property
     def num_cut(self) -> int:
         return self._sum("cut")
 
@@ -135,9 +154,24 @@ class DecodeReceipt:
     def num_identical(self) -> int:
         return self._sum("identical")
 
-    def _terms(self) -> npt.NDArray[np.float64]:
-        """`[N, 2]`: accepted tokens and verifications of each request that had any."""
-        terms = [(r.num_accepted, r.verifications) for r in self.requests if r.verifications]
+    def own(self) -> Own:
+        """What a server's evaluation is compared with."""
+        mean = self.acceptance_length_request_mean
+        accepted = np.sum([r.accepted for r in self.requests], axis=0).tolist() if self.requests else []
+        verifications = self._sum("verifications")
+        return Own(
+            dtype=self.dtype,
+            acceptance=Acceptance(
+                verifications, verifications * self.num_draft_tokens, sum(accepted), tuple(map(int, accepted))
+            ),
+            request_mean=mean.value if mean is not None else None,
+            answers={r.prompt_ids: r.plain_ids for r in self.requests},
+        )
+
+    def _terms(self, category: str | None = None) -> npt.NDArray[np.float64]:
+        """`[N, 2]`: accepted tokens and verifications of each request, or each of a category, that had any."""
+        chosen = [r for r in self.requests if r.verifications and category in (None, r.category)]
+        terms = [(r.num_accepted, r.verifications) for r in chosen]
         return np.array(terms, dtype=np.float64).reshape(-1, 2)
 
     def as_dict(self) -> dict[str, Any]:
@@ -145,7 +179,8 @@ class DecodeReceipt:
         pooled, mean = self.acceptance_length_pooled, self.acceptance_length_request_mean
         fast, plain = self.tokens_per_s
         return own | {
-            "requests": [dataclasses.asdict(request) for request in self.requests],
+            "requests": [_told(request) for request in self.requests],
+            "slices": {name: {"prompts": n, **dataclasses.asdict(e)} for name, (n, e) in self.slices.items()},
             "skipped": dict(self.skipped),
             "notes": list(self.notes),
             "acceptance_length_pooled": dataclasses.asdict(pooled) if pooled else None,
@@ -174,6 +209,7 @@ class DecodeReceipt:
             f"{self.acceptance_length_request_mean or '–'} request mean [95 % intervals over requests]",
             f"acceptance at position 0…: {' '.join(f'{a:.3f}' for a in self.position_acceptance)}; "
             f"conditional: {' '.join(conditional)}",
+            *self._slice_lines(),
             f"tokens per forward {self.tokens_per_forward:.3f} ({self._sum('forwards'):,} target forwards)",
             f"speed-up {self.speedup:.2f}: {fast:,.1f} tokens/s, plain {plain:,.1f} (medians, batch size 1, in this "
             "process; a server's figures differ)",
@@ -194,6 +230,16 @@ class DecodeReceipt:
             lines.append(f"skipped {len(self.skipped):,} prompts; first: {name}: {why}")
         return [*lines, *FORMULAS, *self.notes, f"file     {self.file}"]
 
+    def _slice_lines(self) -> list[str]:
+        told = ", ".join(f"{name or '–'} {e} ({n})" for name, (n, e) in self.slices.items())
+        return [f"by category, pooled: {told}"] if told else []
+
+
+def _told(request: Request) -> dict[str, Any]:
+    """For the file: what was asked and answered stays out of it."""
+    told = dataclasses.asdict(request)
+    return {name: value for name, value in told.items() if name not in ("prompt_ids", "plain_ids")}
+
 
 def evaluate(
     config: EvaluateConfig,
@@ -202,18 +248,21 @@ def evaluate(
     data: DataConfig,
     *,
     draft: Path,
-    prompts: Path,
+    prompts: Path | None,
     limit: int | None,
     progress: Progress,
 ) -> DecodeReceipt:
     """Answer each prompt with the drafter and without, in turns; the target is loaded as the `hf` engine loads it.
+
+    Without `prompts` the built-in set is answered. A later turn stands on the target's own answer to the one before.
 
     Raises ConfigError for a drafter that does not fit the target, DataError for prompts that cannot be read, or when
     none of them can be answered.
     """
     started = time.monotonic()
     assert target.path is not None
-    found = read_prompts(prompts, target, data, limit=limit)
+    reader = PromptReader(target, data)
+    found = reader.read(prompts, limit=limit)
     progress.say(f"evaluate: {len(found):,} prompts, loading drafter and target")
     model, vocab_map, info = engine_layout.load(
         draft, target=target.path, aux_layers=config.aux_layers, trust_remote_code=target.trust_remote_code
@@ -236,17 +285,23 @@ def evaluate(
     answerable, skipped = _sorted_out(found, asked, config)
     if not answerable:
         why = next(iter(skipped.values()), "the file is empty")
-        raise DataError(f"{prompts}: none of its {len(found):,} prompts can be answered; first: {why}")
+        raise DataError(f"{prompts or BUILT_IN}: none of its {len(found):,} prompts can be answered; first: {why}")
 
     requests: list[Request] = []
-    for number, prompt in enumerate(answerable):
-        if number == 0:
-            # The first passes of a process pay for kernels and memory.
-            warm = config.model_copy(update={"max_new_tokens": WARM_UP_TOKENS})
-            _both(asked, drafter, prompt, warm, stops, number)
-        requests.append(_both(asked, drafter, prompt, config, stops, number))
+    # The first passes of a process pay for kernels and memory.
+    warm = config.model_copy(update={"max_new_tokens": WARM_UP_TOKENS})
+    _both(asked, drafter, answerable[0], warm, stops, 0)
+    waiting = deque(answerable)
+    while waiting:
+        prompt = waiting.popleft()
+        requests.append(_both(asked, drafter, prompt, config, stops, len(requests)))
+        if (following := reader.next_turn(prompt, requests[-1].plain_ids)) is not None:
+            fitting, unfit = _sorted_out([following], asked, config)
+            waiting.extendleft(fitting)
+            skipped |= unfit
         new = sum(r.new_tokens for r in requests)
-        progress.show(f"evaluate: {number + 1:,} of {len(answerable):,} prompts, {new:,} new tokens")
+        total = len(requests) + len(waiting)
+        progress.show(f"evaluate: {len(requests):,} of {total:,} prompts, {new:,} new tokens")
     trained_on, digest = info.extra.get("target_digest"), target_digest(target.path)
     notes = (
         (f"warning: the drafter was trained for target {trained_on}, this one is {digest}",)
@@ -256,7 +311,7 @@ def evaluate(
     return DecodeReceipt(
         draft=str(draft),
         target=str(target.path),
-        prompts=str(prompts),
+        prompts=set_name(prompts),
         device=str(asked.device),
         dtype=str(dtype).removeprefix("torch."),
         num_draft_tokens=config.num_draft_tokens,
@@ -330,25 +385,7 @@ def _both(
         plain_seconds=alone.seconds,
         cut=ours.cut,
         identical=ours.token_ids == alone.token_ids,
+        category=prompt.category,
+        prompt_ids=prompt.token_ids,
+        plain_ids=alone.token_ids,
     )
-
-
-def _estimate(terms: npt.NDArray[np.float64], *, pooled: bool) -> Estimate | None:
-    """`1 + accepted / verifications` from `[N, 2]`, with its bootstrap interval over requests."""
-    count = len(terms)
-    if not count:
-        return None
-
-    def statistic(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:  # [resamples, N]
-        if pooled:
-            sums = weights @ terms
-            return np.asarray(1 + sums[:, 0] / sums[:, 1])
-        return np.asarray(1 + weights @ (terms[:, 0] / terms[:, 1]) / count)
-
-    value = float(statistic(np.ones((1, count)))[0])
-    if count < 2:
-        return Estimate(value)
-    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), NUM_RESAMPLES)
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(statistic(drawn.astype(np.float64)), [tail, 1 - tail])
-    return Estimate(value, float(low), float(high))
