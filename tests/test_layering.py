@@ -18,7 +18,8 @@ LEVELS: list[set[str]] = [
     {"target"},
     {"data", "store", "engine", "model", "observe"},
     {"generate", "capture", "serve", "train"},
-    {"evaluate"},  # shares the pass, the samples and the tally with the training
+    {"evaluate", "export"},  # share the pass, the samples and the tally with the training
+    {"doctor"},
     {"cli"},
     {"__main__"},
 ]

@@ -13,12 +13,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from eyas import __version__, log
-from eyas.cli import data, draft, standing, states
+from eyas.cli import data, doctor, draft, export, standing, states
 from eyas.cli.app import app
 from eyas.cli.edge import complain, leave, open_closed_streams, say, stop_by_exception
 from eyas.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INCOMPLETE, EyasError
 
-__all__ = ["app", "data", "draft", "main", "standing", "states"]
+__all__ = ["app", "data", "doctor", "draft", "export", "main", "standing", "states"]
 
 TYPER_INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt before we see it."""

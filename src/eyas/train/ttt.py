@@ -40,6 +40,8 @@ class Rows:
     """`[m]` ascending: rows at which the target is asked."""
     teacher: torch.Tensor
     """`[S, n]`: index into `teacher_rows`; only where `supervised`."""
+    offset: int = 0
+    """Added to the positions of the steps after the first; other than 0 only to find out what a drafter learned."""
 
     @property
     def rows(self) -> torch.Tensor:
@@ -135,7 +137,7 @@ def ttt(
     shape, docs, positions = draft.shape, rows.docs, rows.positions
     num_steps = len(rows.read)
     pieces = _pieces(options.compiled)
-    longest = docs.longest + num_steps
+    longest = docs.longest + num_steps + max(0, rows.offset)
     draft.rope.to(token_ids.device)
     table = rotations(draft.rope, torch.arange(longest, device=token_ids.device), options.dtype)
 
@@ -189,7 +191,7 @@ def _step(
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
     """A step after the first: the rows' states `[n, H]` before and after the final norm, and new diagonal keys."""
     pieces = _pieces(options.compiled)
-    rotation = _at(table, rows.positions[rows.rows] + s)
+    rotation = _at(table, rows.positions[rows.rows] + s + rows.offset)
     pairs = []
     for i, layer in enumerate(weights.layers):
         read = embedded if i == 0 else None
