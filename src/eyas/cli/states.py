@@ -88,24 +88,26 @@ def serve(
         Path | None, typer.Option(metavar="DIR", help="Only write the plugin into DIR, for a container.")
     ] = None,
 ) -> None:
-    """Start an SGLang server that captures, and keep it running: `engine.url` says where, `engine.extra` its flags."""
+    """Start a server that captures and keep it running: `engine.kind` says which, `engine.url` where."""
     progress = first_line("serve", run)
     tree = load(run, overrides or ())
     stop = stop_by_event()
-    from eyas.engine.sglang.deploy import write_plugin
-    from eyas.serve.command import plan_server
+    from eyas.serve.command import KINDS, plan_server
     from eyas.serve.run import prepare, running_server
     from eyas.serve.run import serve as stage
 
     if plugin is not None:
+        kind = KINDS.get(tree.engine.kind)
+        if kind is None:
+            raise ConfigError(f'engine.kind is \'{tree.engine.kind}\', which needs no plugin; set "sglang" or "vllm"')
         try:
-            write_plugin(plugin)
+            kind.write_plugin(plugin)
         except OSError as error:
             raise ConfigError(f"--plugin {plugin}: {error.strerror}; give a directory to be made or filled") from None
         progress.close()
         say(
-            f"{plugin}: put it first on the server's PYTHONPATH, set EYAS_CAPTURE to the settings file, and mount the "
-            f"staging directory at the same path; 'eyas serve {run} --print' shows the command and writes the settings"
+            f"{plugin}: put it first on the server's PYTHONPATH, and mount the staging directory and the settings file "
+            f"at the same paths; 'eyas serve {run} --print' shows command and environment, and writes the settings"
         )
         return
     need_directory(tree.capture.out, "capture.out")

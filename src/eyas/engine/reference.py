@@ -16,7 +16,7 @@ from eyas.config import EngineConfig, TargetConfig
 from eyas.errors import ConfigError
 from eyas.log import human_bytes
 from eyas.records import LAST, CaptureSpec, TokenIds
-from eyas.target.files import open_target, tensor_entries
+from eyas.target.files import TargetFiles, open_target, tensor_entries
 from eyas.values import median_row_error
 
 logger = logging.getLogger(__name__)
@@ -47,13 +47,22 @@ class LayerCheck(Protocol):
         ...
 
 
+def how_checked(files: TargetFiles, engine: EngineConfig) -> str:
+    """`target`, `layer` or `off`: what `engine.check_layers` asks for and the target's size allows."""
+    if engine.check_layers != "auto":
+        return engine.check_layers
+    return "target" if sum(e.end - e.start for e in tensor_entries(files).values()) <= TARGET_BYTES else "layer"
+
+
+def wants_neighbours(files: TargetFiles, engine: EngineConfig) -> bool:
+    """Whether the check will need the state before each auxiliary one."""
+    return how_checked(files, engine) == "layer"
+
+
 def layer_check(target: TargetConfig, engine: EngineConfig, spec: CaptureSpec) -> LayerCheck:
     """The check that `engine.check_layers` asks for and the target's size allows; says which one it is."""
     assert target.path is not None
-    how = engine.check_layers
-    weight_bytes = sum(e.end - e.start for e in tensor_entries(open_target(target.path)).values())
-    if how == "auto":
-        how = "target" if weight_bytes <= TARGET_BYTES else "layer"
+    how = how_checked(open_target(target.path), engine)
     if how == "target":
         logger.info("auxiliary states are checked against the whole target, computed here")
         return _WholeTarget(target, spec)

@@ -1,1 +1,1 @@
-"""A stock SGLang server in capture mode: its command line, its process, its restarts."""
+"""A stock SGLang or vLLM server in capture mode: its command line, its process, its restarts."""

@@ -12,17 +12,24 @@ LINES = 30
 """Of the log's end; what stands above it is about something that the server survived."""
 _CAUSES: tuple[tuple[str, str], ...] = (
     (r"eyas: (cannot capture: .*|.*aux_layers.*|.*capture settings.*)", "the capture plugin refuses: {0}"),
-    (r"No module named '?(sglang[\w.]*)", "{0} is missing there: serve.python must name the python that has SGLang"),
+    (
+        r"No module named '?((?:sglang|vllm)[\w.]*)",
+        "{0} is missing there: serve.python must name the python that has it",
+    ),
+    (
+        r"No package metadata was found for (vllm)",
+        "{0} is missing there: serve.python must name the python that has it",
+    ),
     (r"^ModuleNotFoundError: No module named '([\w.]+)'", "the server's environment has no {0}"),
-    (r"unrecognized arguments: (.*)", "this SGLang does not know {0}: look at engine.extra"),
-    (r"error: argument (.*)", "a flag has a value that SGLang does not take: {0}; look at engine.extra"),
+    (r"unrecognized arguments: (.*)", "the server does not know {0}: look at engine.extra"),
+    (r"error: argument (.*)", "a flag has a value that the server does not take: {0}; look at engine.extra"),
     (r"[Aa]ddress already in use", "another process took the port: choose one in engine.url"),
     (
         r"CUDA out of memory|OutOfMemoryError|Not enough memory",
         "GPU memory is full: another process on it, engine.extra.mem-fraction-static, or serve.tensor_parallel",
     ),
     (r"No space left on device", "a file system is full"),
-    (r"no kernel image is available", "this build of SGLang or PyTorch does not support this GPU"),
+    (r"no kernel image is available", "this build of the server or of PyTorch does not support this GPU"),
     (r"cannot be started: (.*)", "the interpreter cannot be run: {0}; look at serve.python"),
     (
         r"(\S+) \(pid=\d+\) crashed with exit code -9",

@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 from eyas.config import CaptureConfig, EngineConfig, ServeConfig, TargetConfig
 from eyas.errors import ConfigError
 from eyas.records import DTYPE_BYTES, default_aux_layers
-from eyas.serve.flags import as_words, contradictions, extra_flags, own_flags
+from eyas.serve import sglang, vllm
+from eyas.serve.flags import Kind, Start
 from eyas.target.files import TargetFiles, open_target
 
-MODULE = "sglang.launch_server"
-PLUGINS_VARIABLE = "SGLANG_PLUGINS"
-"""SGLang's list of the plugins that it may load; unset means all."""
+KINDS: Mapping[str, Kind] = {"sglang": sglang.KIND, "vllm": vllm.KIND}
+"""By `engine.kind`."""
 CLIENT_SHARE = 0.9
 """Of the quota, as much as one capturing process uses."""
 
@@ -65,6 +65,7 @@ def places_of(out: Path) -> Places:
 class ServerPlan:
     """A server that can be started: everything is decided, nothing is written yet."""
 
+    kind: Kind
     url: str
     host: str
     port: int
@@ -78,6 +79,8 @@ class ServerPlan:
     environment: Mapping[str, str]
     """What is added to the environment of whoever starts it."""
     serve: ServeConfig
+    max_tokens: tuple[str, int] | None
+    """The longest sample that the server will take, and the field that says so; None where it is not known before."""
 
     def shell(self) -> str:
         """The command for a shell, on one line."""
@@ -95,9 +98,10 @@ def plan_server(
 ) -> ServerPlan:
     """Decide how the server is started. Raises ConfigError, one line for each problem that can be seen beforehand."""
     problems: list[str] = []
-    if engine.kind != "sglang":
+    kind = KINDS.get(engine.kind)
+    if kind is None:
         problems.append(
-            f"engine.kind is '{engine.kind}': set engine.kind = \"sglang\", or capture will not ask the server"
+            f'engine.kind is "{engine.kind}": set it to "sglang" or "vllm", or capture will not ask the server'
         )
     host, port = "", 0
     try:
@@ -126,27 +130,39 @@ def plan_server(
     python = interpreter(serve.python)
     if python is None:
         problems.append(
-            f"serve.python: no interpreter {serve.python}; give the path of the python that has SGLang installed"
+            f"serve.python: no interpreter {serve.python}; give the path of the python that has the server installed"
         )
-    problems += contradictions(engine.extra)
-    if problems or files is None or capture.out is None or python is None:
+    if kind is not None:
+        problems += kind.contradictions(engine.extra)
+    if problems or kind is None or files is None or capture.out is None or python is None:
         raise ConfigError("\n".join(problems))
-    flags = own_flags(serve, engine, model_path=str(files.path), host=host, port=port) | extra_flags(engine.extra)
-    if target.trust_remote_code:
-        flags.setdefault("trust-remote-code", True)
     places = places_of(capture.out)
+    start = Start(
+        serve=serve,
+        engine=engine,
+        model=files.path,
+        files=files,
+        trust_remote_code=target.trust_remote_code,
+        host=host,
+        port=port,
+        python=python,
+        aux_layers=aux_layers or (),
+        settings=places.settings.absolute(),
+    )
     return ServerPlan(
+        kind=kind,
         url=engine.url.rstrip("/"),
         host=host,
         port=port,
         target=files,
         aux_layers=aux_layers or (),
-        bytes_per_token=bytes_per_token(files, str(flags.get("dtype", "auto")), aux_layers or ()),
+        bytes_per_token=bytes_per_token(files, _dtype(engine), aux_layers or ()),
         staging=serve.staging if serve.staging is not None else Path(f"/dev/shm/eyas-{port}"),
         places=places,
-        argv=(str(python), "-m", MODULE, *as_words(flags)),
-        environment=environment(places, inherited),
+        argv=(str(python), *kind.command(start)),
+        environment=environment(kind, places, inherited),
         serve=serve,
+        max_tokens=kind.max_tokens(engine.extra, files),
     )
 
 
@@ -175,18 +191,15 @@ def absolute(python: str | None, base: Path) -> str | None:
     return str(base / Path(python).expanduser())  # its links left alone
 
 
-def environment(places: Places, inherited: Mapping[str, str]) -> dict[str, str]:
+def _dtype(engine: EngineConfig) -> str:
+    """The dtype that the server is asked for."""
+    return str(engine.extra.get("dtype", engine.dtype))
+
+
+def environment(kind: Kind, places: Places, inherited: Mapping[str, str]) -> dict[str, str]:
     """What the server needs on top of the environment that it inherits."""
     path = [str(places.plugin.absolute()), *filter(None, [inherited.get("PYTHONPATH")])]
-    added = {
-        "PYTHONPATH": os.pathsep.join(path),
-        "EYAS_CAPTURE": str(places.settings.absolute()),
-        "HF_HUB_OFFLINE": "1",
-    }
-    allowed = [name.strip() for name in inherited.get(PLUGINS_VARIABLE, "").split(",") if name.strip()]
-    if allowed and "eyas" not in allowed:
-        added[PLUGINS_VARIABLE] = ",".join([*allowed, "eyas"])
-    return added
+    return {"PYTHONPATH": os.pathsep.join(path), **kind.environment(places.settings.absolute(), inherited)}
 
 
 def text_config(files: TargetFiles) -> Mapping[str, Any]:
@@ -217,4 +230,15 @@ def quota_problem(plan: ServerPlan, staging_bytes: int, largest_tokens: int) -> 
     return (
         f"serve.staging_bytes: the largest sample has {largest_tokens:,} tokens and needs a quota of {need:,} bytes in "
         f"{plan.staging}, it has {staging_bytes:,}; raise it, free shared memory, or lower data.max_tokens"
+    )
+
+
+def context_problem(plan: ServerPlan, largest_tokens: int) -> str | None:
+    """Why a sample of `largest_tokens` is too long for the server itself; None when it is not, or nobody knows."""
+    if plan.max_tokens is None or largest_tokens <= plan.max_tokens[1]:
+        return None
+    field, limit = plan.max_tokens
+    return (
+        f"{field}: the largest sample has {largest_tokens:,} tokens, {plan.kind.dialect.title} takes {limit:,} and "
+        "generates one; raise it, or lower data.max_tokens"
     )

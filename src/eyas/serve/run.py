@@ -17,15 +17,13 @@ from eyas.engine import staged
 from eyas.engine.dialect import ask_hello
 from eyas.engine.room import StagingLimits, free_bytes
 from eyas.engine.settings import write_settings
-from eyas.engine.sglang.deploy import write_plugin
-from eyas.engine.sglang.server import SGLANG
 from eyas.errors import ConfigError, EngineError, EngineUnavailable
 from eyas.log import Progress, human_bytes, human_time
 from eyas.observe import heartbeat
 from eyas.observe.heartbeat import Heartbeat
 from eyas.serve import causes
 from eyas.serve.causes import how_it_ended, likely_cause
-from eyas.serve.command import ServerPlan, quota_problem, text_config
+from eyas.serve.command import ServerPlan, context_problem, quota_problem, text_config
 from eyas.serve.process import ServerProcess, note
 from eyas.serve.watch import Watch
 from eyas.store.files import Files, raise_store_error
@@ -87,10 +85,11 @@ def prepare(plan: ServerPlan, samples: Path | None, resolved_config: str) -> Sta
                 "give the container more shared memory, or lower that"
             )
         if samples is not None and samples.is_file():
-            problem = quota_problem(plan, usable, _largest_sample(samples))
+            largest = _largest_sample(samples)
+            problem = context_problem(plan, largest) or quota_problem(plan, usable, largest)
             if problem is not None:
                 raise ConfigError(problem)
-        write_plugin(plan.places.plugin)
+        plan.kind.write_plugin(plan.places.plugin)
         write_settings(plan.places.settings, plan.staging, plan.aux_layers or None, limits)
         plan.places.config.write_text(resolved_config)
     except OSError as error:
@@ -131,7 +130,7 @@ def running_server(plan: ServerPlan) -> str | None:
         _require_free_port(plan)
         return None
     try:
-        said = ask_hello(SGLANG, plan.url)
+        said = ask_hello(plan.kind.dialect, plan.url)
     except EngineError as error:
         if other is not None and isinstance(error, EngineUnavailable):
             raise ConfigError(
@@ -145,7 +144,7 @@ def running_server(plan: ServerPlan) -> str | None:
         raise ConfigError(f"engine.url: a server with the plugin already runs at {plan.url}, but {differs}; stop it, "
                           "or choose another port")  # fmt: skip
     return (
-        f"a server already runs at {plan.url}: {said['architecture']}, SGLang {said['sglang']}, hidden states "
+        f"a server already runs at {plan.url}: {said['architecture']}, {_engine(plan, said)}, hidden states "
         f"{said['aux_layers']} + last, staged in {said['staging']}; capture can use it"
     )
 
@@ -253,7 +252,7 @@ class _Supervisor:
             "url": self._plan.url,
             "server_pid": pid,
             "server_started": heartbeat.start_ticks(pid) if pid is not None else None,
-            "engine": "sglang",
+            "engine": self._plan.kind.dialect.engine,
             "engine_version": self._version,
             "restarts": self._restarts,
             "log": str(self._plan.places.log),
@@ -272,7 +271,7 @@ class _Supervisor:
         server = self._server = ServerProcess(
             self._plan.argv, self._plan.environment, self._plan.places.log, f"start {self._restarts + 1}:"
         )
-        watch = Watch(self._plan.url)
+        watch = Watch(self._plan.kind.dialect, self._plan.url)
         try:
             return self._look_after(server, watch)
         finally:
@@ -328,7 +327,7 @@ class _Supervisor:
 
     def _become_ready(self, server: ServerProcess, said: Mapping[str, Any], seconds: float) -> None:
         is_first = not self._version
-        self._version = str(said["sglang"])
+        self._version = str(said[self._plan.kind.dialect.engine])
         self.enter("ready")
         self._progress.close()
         self._note(f"ready after {human_time(seconds)}")
@@ -343,8 +342,8 @@ class _Supervisor:
         return [
             f"  model    {self._plan.target.path} ({said['architecture']}, {said['num_layers']} layers, hidden size "
             f"{said['hidden_size']}, {said['dtype']})",
-            f"  engine   SGLang {said['sglang']} on {said['device']}, tensor parallel {said['tp_size']}, attention "
-            f"{said['attention']}",
+            f"  engine   {_engine(self._plan, said)} on {said['device']}, tensor parallel {said['tp_size']}"
+            + (f", attention {said['attention']}" if "attention" in said else ""),
             f"  states   hidden {said['aux_layers']} + last ({said['last_hidden_norm']}-norm)",
             f"  staging  {said['staging']}, {human_bytes(float(room.get('limit', self._limits.staged_bytes)))} at most,"
             f" {human_bytes(float(room.get('free', 0)))} free",
@@ -359,6 +358,10 @@ class _Supervisor:
     def _note(self, text: str) -> None:
         with contextlib.suppress(OSError), self._plan.places.log.open("a") as log:
             log.write(note(text) + "\n")
+
+
+def _engine(plan: ServerPlan, said: Mapping[str, Any]) -> str:
+    return f"{plan.kind.dialect.title} {said[plan.kind.dialect.engine]}"
 
 
 def _difference(plan: ServerPlan, said: Mapping[str, Any]) -> str | None:

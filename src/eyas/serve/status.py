@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eyas.log import human_time
 from eyas.observe import heartbeat
-from eyas.serve.command import places_of
+from eyas.serve.command import KINDS, places_of
 from eyas.serve.process import tail
 
 
@@ -67,7 +67,7 @@ def server_status(out: Path) -> ServerStatus | None:
     return ServerStatus(
         state=str(beat.get("state", "")),
         url=str(beat.get("url", "")),
-        engine=f"SGLang {version}" if version else "",
+        engine=f"{_title(beat.get('engine'))} {version}" if version else "",
         alive=alive,
         pid=int(beat["pid"]),
         server_pid=server_pid,
@@ -78,6 +78,12 @@ def server_status(out: Path) -> ServerStatus | None:
         log=str(places.log),
         last_log_line="".join(tail(places.log, 1)),
     )
+
+
+def _title(kind: object) -> str:
+    """An engine's name as people write it."""
+    found = KINDS.get(str(kind))
+    return found.dialect.title if found is not None else str(kind)
 
 
 def _whole(value: object) -> int | None:

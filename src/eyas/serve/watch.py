@@ -9,8 +9,7 @@ from typing import Any
 
 import httpx
 
-from eyas.engine.dialect import ask_hello
-from eyas.engine.sglang.server import SGLANG
+from eyas.engine.dialect import Dialect, ask_hello
 from eyas.errors import EngineError, EngineUnavailable
 
 HEALTH_TIMEOUT_S = 30.0
@@ -20,8 +19,8 @@ HEALTH_TIMEOUT_S = 30.0
 class Watch:
     """What is known about the server at `url`, once a second while it loads and every ten seconds afterwards."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, dialect: Dialect, url: str) -> None:
+        self._dialect, self._url = dialect, url
         self._stop = threading.Event()
         self.hello: Mapping[str, Any] | None = None
         """What it said of itself when it was healthy first."""
@@ -51,7 +50,7 @@ class Watch:
 
     def _ask(self) -> None:
         try:
-            self.hello = ask_hello(SGLANG, self._url)
+            self.hello = ask_hello(self._dialect, self._url)
         except EngineUnavailable:
             pass  # it has only just begun to answer
         except EngineError as error:

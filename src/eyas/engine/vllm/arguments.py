@@ -10,10 +10,8 @@ from typing import Any
 
 KNOWN_VERSIONS = ("0.32.0",)
 """vLLM versions that the connector was run in; others warn, and the client's probe decides."""
-OLDEST = (0, 26)
-"""Extraction through a cache group of its own, and connectors that are told the groups: older ones are refused."""
-WHOLE_SINCE = (0, 32)
-"""Chunked prefill and prefix caching gave whole, equal states from this version on; older ones were not tried so."""
+WHOLE_SINCE = "0.32"
+"""Chunked prefill and prefix caching gave whole, equal states in this version; older ones are said to lose rows."""
 
 
 def parsed(version: str) -> tuple[int, int] | None:
@@ -25,7 +23,7 @@ def parsed(version: str) -> tuple[int, int] | None:
 def is_whole(version: str) -> bool:
     """Whether states are whole with chunked prefill and with prefix caching, as far as is known."""
     found = parsed(version)
-    return found is not None and found >= WHOLE_SINCE
+    return found is not None and found >= (parsed(WHOLE_SINCE) or ())
 
 
 def contradiction(config: Any, version: str) -> str | None:
@@ -47,11 +45,7 @@ def contradiction(config: Any, version: str) -> str | None:
     if is_whole(version):
         return None
     if config.cache_config.enable_prefix_caching:
-        return f"prefix caching has given too few rows before vLLM {_dotted()}; start with --no-enable-prefix-caching"
+        return f"prefix caching has given too few rows before vLLM {WHOLE_SINCE}; start with --no-enable-prefix-caching"
     if config.scheduler_config.enable_chunked_prefill:
-        return f"chunked prefill has given wrong rows before vLLM {_dotted()}; start with --no-enable-chunked-prefill"
+        return f"chunked prefill has given wrong rows before vLLM {WHOLE_SINCE}; start with --no-enable-chunked-prefill"
     return None
-
-
-def _dotted() -> str:
-    return ".".join(map(str, WHOLE_SINCE))
