@@ -122,6 +122,10 @@ class Bench:
     def num_rows(self) -> int:
         return len(self.sample)
 
+    @property
+    def num_steps(self) -> int:
+        return len(self.supervised)
+
     @torch.no_grad()
     def run(self, draft: Eagle3Draft, *, aux: torch.Tensor | None = None, offset: int = 0) -> Drafts:
         """What `draft` says; `aux [A, N, H]` instead of the stored states, `offset` added to later steps' positions."""
@@ -135,12 +139,12 @@ class Bench:
         found = [F.linear(part, weights.lm_head).argmax(-1) for part in torch.split(flat, ROW_BLOCK)]
         return Drafts(torch.cat(found).view(states.shape[:2]).cpu().numpy() if found else np.zeros((1, 0), np.int64))
 
-    def judge(self, drafts: Drafts, vocab_map: VocabMap) -> Outcome:
-        """What the target accepts of `drafts`, read through this map."""
+    def judge(self, drafts: Drafts, vocab_map: VocabMap, rows: npt.NDArray[np.bool_] | None = None) -> Outcome:
+        """What the target accepts of `drafts`, read through this map; over some rows `[n]` or all."""
         target_ids = vocab_map.target_ids.numpy()
         hits = (target_ids[drafts.said] == self.truth) & self.supervised
         chain = np.logical_and.accumulate(hits, axis=0)
-        return Outcome(*map(self.by_sample, (chain.sum(axis=0), hits[0], self.supervised[0])))
+        return Outcome(*(self.by_sample(one, rows) for one in (chain.sum(axis=0), hits[0], self.supervised[0])))
 
     def by_sample(self, values: npt.NDArray[Any], rows: npt.NDArray[np.bool_] | None = None) -> FloatArray:
         """The sums of `values [n]` by sample, over some rows or all."""

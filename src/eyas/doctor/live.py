@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eyas.doctor.material import Question
 from eyas.doctor.serving import Ours
 from eyas.engine.hf import HfEngine
 from eyas.evaluate.choice import Greedy
@@ -14,7 +15,6 @@ from eyas.evaluate.drafter import Drafter
 from eyas.evaluate.prompts import stop_ids
 from eyas.model.eagle3 import Eagle3Draft
 from eyas.model.vocab_map import VocabMap
-from eyas.records import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,19 @@ class Live:
         return cls(asked, Drafter(draft, vocab_map, dtype, asked.device), stop_ids(target))  # type: ignore[arg-type]
 
 
-def decode_prompts(live: Live, prompts: Sequence[TokenIds], *, chain: int, max_new_tokens: int) -> list[Ours]:
-    """Each prompt greedily, by chains of `chain` tokens."""
+def decode_questions(live: Live, questions: Sequence[Question], *, chain: int) -> list[Ours]:
+    """Each question greedily, by chains of `chain` tokens."""
     found = []
-    for prompt in prompts:
+    for question in questions:
         one = decode(
-            live.target, live.drafter, prompt.tolist(), num_draft_tokens=chain, max_new_tokens=max_new_tokens,
-            choice=Greedy(), stop_ids=live.stops,
-        )  # fmt: skip
+            live.target,
+            live.drafter,
+            question.prompt.tolist(),
+            num_draft_tokens=chain,
+            max_new_tokens=question.num_new_tokens,
+            choice=Greedy(),
+            stop_ids=live.stops,
+        )
         accepted = sum(v.num_accepted for v in one.verifications)
         found.append(Ours(one.token_ids, len(one.verifications), accepted))
     return found

@@ -65,6 +65,12 @@ def judge_decoding(promised: Outcome, decoded: Sequence[Ours], chain: int) -> Fi
     return ok("decoding", text, **numbers)
 
 
+def length_of(decoded: Sequence[Ours]) -> float | None:
+    """Acceptance length, pooled; None where nothing was verified."""
+    verifications = sum(o.verifications for o in decoded)
+    return 1 + sum(o.accepted for o in decoded) / verifications if verifications else None
+
+
 def judge_engine(about: About, served: Served, ours_length: float | None) -> Finding:
     """Does the server speculate at all, and with EAGLE-3?"""
     numbers: dict[str, Any] = {"kind": about.kind, "version": about.version, "algorithm": about.algorithm,
