@@ -139,14 +139,26 @@ class StandIn:
         name = RequestName.parse(body["rid"])
         ids = list(body["input_ids"])
         meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "prompt_tokens": len(ids)}
+        return self.answer(name, ids, bool(body.get("return_logprob")), meta)
+
+    def hello(self, name: RequestName) -> Any:
+        room = self.stagers[0].room()
+        return [{"hello": {**self.about, "room": room, "counts": {}}}]
+
+    def text(self, meta: dict[str, Any]) -> str:
+        """The body of an answer."""
+        return json.dumps({"text": "", "meta_info": meta})
+
+    def answer(
+        self, name: RequestName | None, ids: list[int], logprobs: bool, meta: dict[str, Any]
+    ) -> tuple[Act, dict[str, Any]]:
         if name is None or not self.plugin:
             return Act(), meta
         if staged.HELLO in name.flags:
-            room = self.stagers[0].room()
-            return Act(), meta | {"eyas": [{"hello": {**self.about, "room": room, "counts": {}}}]}
+            return Act(), meta | {"eyas": self.hello(name)}
         with self._lock:
             nth = 1 + sum(asked.ids == ids for asked in self.asked)
-            asked = Asked(name, ids, bool(body.get("return_logprob")), nth)
+            asked = Asked(name, ids, logprobs, nth)
             self.asked.append(asked)
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -272,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
             reset(self.connection)
             self.close_connection = True
             return
-        text = act.text if act.text is not None else json.dumps({"text": "", "meta_info": meta})
+        text = act.text if act.text is not None else self.server_is.text(meta)
         self._answer(act.status, text)
         if act.after is not None:
             act.after()

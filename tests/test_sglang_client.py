@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import logging
@@ -16,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ import transformers
 
 import tiny_models
 from eyas.capture.estimate import probe_tokens_per_s
-from eyas.capture.run import Receipt, capture
-from eyas.config import CaptureConfig, EngineConfig, TargetConfig
-from eyas.data.table import SampleTable, TableMetadata, TableWriter
+from eyas.capture.run import Receipt
+from eyas.config import EngineConfig, TargetConfig
+from eyas.data.table import SampleTable
 from eyas.engine import asking, client, session, staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest
 from eyas.engine.hf import HfEngine
@@ -46,34 +45,25 @@ from eyas.errors import (
     SpecMismatch,
     Stopped,
 )
-from eyas.log import Progress
-from eyas.records import Sample
-from eyas.store import record as records
 from eyas.store.layout import Layout
 from eyas.store.reader import DataSet
 from eyas.store.verify import verify
 from eyas.target.head import TargetHead
-from fake_data import config
-from stand_in_server import Act, Asked, StandIn, right
-
-TOKEN_BYTES = 4 * 32 * 4 + 4
-"""Of a staged token: three layers and the last state of the tiny model in float32, and its id."""
-LENGTHS = [5, 9, 12, 3, 20, 7, 8, 14, 2, 6, 11, 10]
-Script = Callable[[Asked], Act | None]
-
-
-def make_table(path: Path, lengths: Sequence[int]) -> SampleTable:
-    rng = np.random.default_rng(7)
-    with TableWriter(path) as out:
-        for i, n in enumerate(lengths):
-            ids = rng.integers(0, 301, n).astype(np.int32)
-            out.append(Sample(ids, ((n - 1, n),), conversation_id=f"c{i}"))
-        out.publish(
-            TableMetadata(
-                num_input=len(lengths), num_kept=len(lengths), num_tokens=sum(lengths), num_supervised=len(lengths)
-            )
-        )
-    return SampleTable.open(path)
+from server_world import (
+    LENGTHS,
+    TOKEN_BYTES,
+    World,
+    after_probe,
+    cfg,
+    events,
+    first_times,
+    make_table,
+    of_length,
+    rejects,
+    require_sound,
+    require_values,
+)
+from stand_in_server import Act, Asked, right
 
 
 @pytest.fixture(scope="module")
@@ -116,110 +106,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "QUIET_PATIENCE_S", 0.2)
 
 
-class World:
-    """A target, a staging directory, servers on one port and engines that use them; all closed at the end."""
-
-    def __init__(self, target: Path, staging: Path, head: TargetHead) -> None:
-        self.target, self.staging, self.head = target, staging, head
-        self.servers: list[StandIn] = []
-        self.engines: list[SglangEngine] = []
-        self.said = io.StringIO()
-
-    def serve(self, script: Script = right, **options: Any) -> StandIn:
-        """A server; on the port of the one before, if that was killed."""
-        port = self.servers[-1].port if self.servers and self.servers[-1].dead else 0
-        self.servers.append(StandIn(self.target, self.staging, port=port, script=script, **options))
-        return self.servers[-1]
-
-    def engine(self, layers: tuple[int, ...] | None = None, **options: Any) -> SglangEngine:
-        base: dict[str, Any] = {"kind": "sglang", "url": self.servers[-1].url, "reconnect_s": 20.0,
-                                "check_layers": "off"}  # fmt: skip
-        found = SglangEngine(TargetConfig(path=self.target), EngineConfig(**(base | options)), layers)
-        self.engines.append(found)
-        return found
-
-    def capture(
-        self,
-        table: SampleTable,
-        cfg: CaptureConfig,
-        engine: SglangEngine | None = None,
-        stop: threading.Event | None = None,
-    ) -> Receipt:
-        """As `eyas capture`: the engine is closed afterwards, whatever happens; nothing may be left of it then."""
-        engine = engine or self.engine()
-        try:
-            receipt = capture(cfg, table, engine, self.head, progress=Progress(stream=self.said), stop=stop)
-        finally:
-            engine.close()
-        assert receipt.planned == receipt.committed + receipt.rejected and receipt.pending == 0
-        return receipt
-
-    def close(self) -> None:
-        for engine in self.engines:
-            engine.close()
-        for server in self.servers:
-            if not server.dead:
-                server.kill()
-
-
 @pytest.fixture
 def world(target: Path, staging: Path, head: TargetHead) -> Iterator[World]:
     found = World(target, staging, head)
     yield found
     found.close()
-
-
-def cfg(out: Path, **changes: Any) -> CaptureConfig:
-    return config(out, **({"in_flight_bytes": 1_000_000, "check_fraction": 0.0, "max_attempts": 3} | changes))
-
-
-def rejects(out: Path) -> dict[str, tuple[str, str]]:
-    layout = Layout(out)
-    found = [r for shard_id in layout.record_ids() for r in records.read(layout.record(shard_id)).rejects]
-    return {r.sample_id: (r.reason, r.detail) for r in found}
-
-
-def require_sound(out: Path) -> None:
-    report = verify(out)
-    assert report.problems == [] and report.exit_code == 0
-
-
-def events(out: Path, kind: str) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (out / "events.jsonl").read_bytes().splitlines()]
-    return [row for row in rows if row["event"] == kind]
-
-
-def require_values(out: Path, table: SampleTable, own: HfEngine) -> None:
-    """Every sample's fields are the target's own, computed by another engine alone."""
-    stored = DataSet(out)
-    for sample in table.samples():
-        found = stored[stored.index_of(sample.sample_id)]
-        for name, expected in own.states(sample.token_ids).items():
-            states = np.frombuffer(found.field(name), dtype="<f4").reshape(-1, 32)
-            np.testing.assert_allclose(states, expected, rtol=1e-5, atol=1e-5)
-    stored.close()
-
-
-def of_length(num_tokens: int, script: Script) -> Script:
-    """A script for the run's requests about the sample of that length; the probe's are answered rightly."""
-    return lambda asked: script(asked) if len(asked.ids) == num_tokens else None
-
-
-def after_probe(script: Script, num_probed: int = 4) -> Script:
-    """A script that begins once the probe's samples were answered: each is asked for twice."""
-    seen = itertools.count(1)
-    return lambda asked: script(asked) if next(seen) > 2 * num_probed else None
-
-
-def first_times(times: int, act: Act) -> Script:
-    """Misbehaves so often about each sample, not counting the probe."""
-    counts: Counter[tuple[int, ...]] = Counter()
-
-    def script(asked: Asked) -> Act | None:
-        counts[tuple(asked.ids)] += 1
-        return act if counts[tuple(asked.ids)] <= times else None
-
-    return script
 
 
 class Sampler:

@@ -127,8 +127,9 @@ class WorkerSide:
         except Exception as error:  # noqa: BLE001 - whatever it is, the request must hear of it
             tell_failure(name, path, error)
         finally:
-            with self._lock:
-                self._done.add(save.request_id)
+            if not self._rank:  # vLLM counts one word for each request
+                with self._lock:
+                    self._done.add(save.request_id)
 
     def _require_computed(self, last: Bytes) -> None:
         size = self._cache.element_size()
