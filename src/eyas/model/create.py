@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +149,22 @@ def standard_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if not found.keys() - {"max_position_embeddings"}:
         raise ConfigError("config.json has neither rope_parameters nor rope_theta: its rotary embedding is not known")
     return dict(LlamaConfig(**found).rope_parameters or {})
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSizes:
+    """What a drafter must fit, of a target's config.json, or of the text part where it is multimodal."""
+
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> TargetSizes:
+        """ConfigError where one of them is not there."""
+        text = _text_config(config)
+        return cls(*(_size(text, field.name) for field in fields(cls)))
 
 
 def _text_config(config: Mapping[str, Any]) -> Any:

@@ -87,14 +87,14 @@ def speculators_config_of(
 ) -> dict[str, Any]:
     """`config.json` in the speculators layout. Layer ids are `k`.
 
-    `target_name`: what the target is loaded by; with it vLLM serves the drafter's directory alone. Every switch of the
-    arithmetic stands there, also one that is off: vLLM takes an absent `norm_before_residual` for true, speculators for
-    false. vLLM counts the auxiliary states by `num_aux_hidden_states` of the layer's configuration, or takes three.
+    There is no `model_type`, by whose absence vLLM knows the layout. `target_name`: what the target is loaded by; with
+    it vLLM serves the drafter's directory alone. Every switch of the arithmetic stands there, also one that is off:
+    vLLM takes an absent `norm_before_residual` for true, speculators for false. vLLM counts the auxiliary states by
+    `num_aux_hidden_states` of the layer's configuration, or takes three.
     """
     layer = _layer_config(shape, target_config=target_config, dtype=dtype)
     return {
         "architectures": ["Eagle3DraftModel"],
-        "model_type": "speculator_model",
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {

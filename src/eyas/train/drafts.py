@@ -12,6 +12,10 @@ from eyas.model.checkpoint import CONFIG
 from eyas.store.files import raise_store_error, replace
 from eyas.train.checkpoint import BEST, CHECKPOINTS, DRAFT, LATEST, STATE
 
+EVALUATION = "evaluation.json"
+DECODING = "decoding.json"
+"""What an evaluation leaves beside a drafter: from captured states, from real decoding."""
+
 
 def find_draft(given: Path | None, run: Path | None) -> Path:
     """The directory of a drafter: `given`, which may also be a checkpoint or a training, else the best one of `run`.
@@ -30,6 +34,12 @@ def find_draft(given: Path | None, run: Path | None) -> Path:
         f"{root}: holds no drafter: neither {CONFIG} nor {CHECKPOINTS}/{BEST}/{DRAFT}/{CONFIG}; "
         + ("run 'eyas train' first, or give --draft DIR" if given is None else "give the directory of a checkpoint")
     )
+
+
+def training_of(draft: Path) -> Path | None:
+    """The directory of the training that a drafter's directory lies in; None where it is of none of ours."""
+    checkpoint = draft.parent
+    return checkpoint.parent.parent if (checkpoint / STATE).is_file() else None
 
 
 def beside(draft: Path, name: str) -> Path:

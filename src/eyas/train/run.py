@@ -298,6 +298,7 @@ class _Run:
         spec = self.inputs.data.spec
         return {
             "target_digest": spec.target_digest,
+            "quantisation": spec.quantisation,
             "fingerprint": spec.fingerprint,
             "step": self.state.step,
             "tokens": self.state.tokens,
