@@ -98,7 +98,7 @@ class _Evaluation:
             about = await self._look()
             prompts, skipped = _sorted_out(found, list(about.values()), self._config.max_new_tokens)
             if not prompts:
-                why = next(iter(skipped.values()), "the file is empty")
+                why = next((f"{name}: {why}" for name, why in skipped.items()), "the file is empty")
                 raise DataError(f"{path or BUILT_IN}: none of its {len(found):,} prompts can be asked; first: {why}")
             here = own(about[True].num_draft_tokens) if own is not None else None
             prompts = await self._with_later_turns(prompts, list(about.values()), skipped)
@@ -150,7 +150,7 @@ class _Evaluation:
         while open_ends:
             self._progress.show(f"evaluate: answering {len(open_ends):,} turns that others follow")
             asked = list(open_ends.values())
-            answers, _ = await _in_flight(plain, asked, sampling, TURN_CONCURRENCY, self._salts)
+            answers = await self._unmeasured(plain, asked, sampling, TURN_CONCURRENCY)
             following = {}
             for root, prompt, answer in zip(open_ends, asked, answers, strict=True):
                 if answer.token_ids is None:
@@ -167,6 +167,16 @@ class _Evaluation:
             open_ends = following
         return [prompt for chain in chains.values() for prompt in chain]
 
+    async def _unmeasured(
+        self, server: Server, prompts: Sequence[Prompt], sampling: Sampling, size: int
+    ) -> list[Answer]:
+        """Answers that are in no figure: waited for until they are counted, so that no run counts them as its own."""
+        before = await server.counters()
+        answers, _ = await _in_flight(server, prompts, sampling, size, self._salts)
+        if before is not None:
+            await _settled(server, before, answers)
+        return answers
+
     async def _runs(self, prompts: Sequence[Prompt]) -> AsyncGenerator[Run, None]:
         """Every run, batch size by batch size; who goes first takes turns."""
         config = self._config
@@ -175,7 +185,7 @@ class _Evaluation:
         for server in self._servers.values():
             # The first requests of a shape pay for kernels and memory.
             asked = [prompts[i % len(prompts)] for i in range(sizes[-1])]
-            await _in_flight(server, asked, warm, sizes[-1], self._salts)
+            await self._unmeasured(server, asked, warm, sizes[-1])
         for size in sizes:
             for repeat in range(config.repeats):
                 for side in (True, False) if repeat % 2 == 0 else (False, True):
@@ -205,8 +215,7 @@ class _Evaluation:
         else:
             answers, seconds = await _in_flight(server, asked, sampling, size, self._salts, show)
             told = [answer.acceptance for answer in answers]
-        new = sum(answer.num_new_tokens for answer in answers)
-        moved = await _settled(server, before, len(answers), new) if before is not None else None
+        moved = await _settled(server, before, answers) if before is not None else None
         return Run(size, repeat, side, tuple(order), tuple(answers), tuple(told), seconds, moved)
 
 
@@ -257,7 +266,7 @@ async def _one_by_one(
         show(len(answers))
         found = answer.acceptance
         if found is None and with_draft and before is not None and before.accepted_tokens is not None:
-            moved = await _settled(server, before, 1, answer.num_new_tokens)
+            moved = await _settled(server, before, [answer])
             counted_ours = (round(moved.requests), round(moved.generated_tokens)) == (1, answer.num_new_tokens)
             found = of_counters(moved) if counted_ours else None
             before = await server.counters() or before
@@ -265,15 +274,16 @@ async def _one_by_one(
     return answers, told
 
 
-async def _settled(server: Server, before: Counters, requests: int, tokens: int) -> Counters:
-    """What the counters moved by, once they have counted so many requests and tokens, or have had time to."""
+async def _settled(server: Server, before: Counters, answers: Sequence[Answer]) -> Counters:
+    """What the counters moved by, once they have counted these answers, or have had time to."""
+    tokens = sum(answer.num_new_tokens for answer in answers)
     deadline = time.monotonic() + SETTLE_S
     while True:
         after = await server.counters()
         moved = difference(before, after) if after is not None else None
         if moved is None:
             raise EngineUnavailable(f"{server.url}: was started anew in the middle: its counters began again")
-        counted = moved.requests >= requests and moved.generated_tokens >= tokens
+        counted = moved.requests >= len(answers) and moved.generated_tokens >= tokens
         if counted or time.monotonic() > deadline:
             return moved
         await asyncio.sleep(SETTLE_PAUSE_S)
