@@ -194,12 +194,22 @@ def verify(
         bool, typer.Option("--repair", help="Drop records of damaged shards; capture redoes them.")
     ] = False,
     sample: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the samples whose values are read.")] = 1.0,
+    parity: Annotated[
+        str | None,
+        typer.Option(metavar="hf,vllm=URL,…", help="Compare values with these engines instead; 0 where all agree."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a data set against its plan and records: 0 complete and sound, 1 damaged, 3 sound but incomplete."""
     progress = log.Progress()
     progress.show(f"verify: {root}", force=True)
     stop_by_exception()
+    if parity is not None:
+        if repair:
+            raise ConfigError("--parity repairs nothing: give it without --repair")
+        from eyas.cli.parity import parity as compare
+
+        raise typer.Exit(compare(root, parity, progress, as_json=as_json))
     from eyas.store.verify import verify as check
 
     def tell(done: int, of: int, num_bytes: int) -> None:

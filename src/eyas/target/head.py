@@ -150,6 +150,15 @@ class TargetHead:
         scale: torch.Tensor = (self._norm(x) - self._norm(-x)) / 2 * x.sign()
         return scale[0]
 
+    def normed(self, last: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Last hidden states `[n, H]` before the final norm, after it."""
+        with torch.inference_mode():
+            found: npt.NDArray[np.float32] = self._normed(torch.from_numpy(np.ascontiguousarray(last))).numpy()
+        return found
+
+    def _normed(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self._norm(part) for part in torch.split(states, ROW_CHUNK)]) if len(states) else states
+
     def next_logprobs(
         self, last: npt.NDArray[np.float32], next_ids: npt.ArrayLike, norm: Literal["pre", "post"]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
@@ -172,9 +181,7 @@ class TargetHead:
         best_id = torch.zeros(num_rows, dtype=torch.int64)
         with torch.inference_mode(), safe_open(self._rows.file, framework="pt") as f:
             if norm == "pre":
-                states = (
-                    torch.cat([self._norm(part) for part in torch.split(states, ROW_CHUNK)]) if num_rows else states
-                )
+                states = self._normed(states)
             stored = f.get_slice(self._rows_name)
             chunk = max(1, WEIGHT_CHUNK_BYTES // (4 * self.hidden_size))
             for start in range(0, self.vocab_size, chunk):
