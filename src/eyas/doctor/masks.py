@@ -57,7 +57,8 @@ class Edges:
 
 
 def agreement(samples: Sequence[Masked]) -> Edges:
-    """By place: `before` and `first` at a span's start, `inside`, `last` and `after` at its end."""
+    """By place: `before` and `first` at a span's start, `inside`, `last` and `after` at the end of one that is not the
+    sample's end."""
     edges = Edges()
     for sample in samples:
         if sample.likeliest is None:
@@ -66,7 +67,10 @@ def agreement(samples: Sequence[Masked]) -> Edges:
         hits = np.zeros(len(ids), np.bool_)
         hits[1:] = sample.likeliest[:-1] == ids[1:]
         for start, end in sample.spans:
-            places = [("before", start - 1), ("first", start), ("last", end - 1), ("after", end)]
+            places = [("before", start - 1), ("first", start)]
+            if end < len(ids):
+                # A sample ends with its last supervised token: a late span there lost its end, and shows nothing.
+                places += [("last", end - 1), ("after", end)]
             places += [("inside", t) for t in range(start + 2, end - 2)]
             for name, t in places:
                 if 1 <= t < len(ids):

@@ -135,7 +135,7 @@ class Material:
         return found
 
     def bench(self, numbers: Sequence[int], draft: Eagle3Draft) -> Bench | None:
-        """These of the chosen samples, with the drafter's layers of those that are stored; None where nothing drafts."""
+        """These of the chosen samples, with the drafter's layers of those that are stored; None without any draft."""
         assert self.norm is not None
         at = [self.spec.aux_layers.index(k) for k in draft.shape.aux_layers if k in self.spec.aux_layers]
         ones = [
