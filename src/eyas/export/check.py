@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -291,8 +292,21 @@ class _Audit:
         if self.record is not None and weights_digest(read_weights(source)) != self.record.source_weights:
             self.faults.append(f"{source}: not the checkpoint that was exported (its digest is not that of {RECORD})")
             return
-        theirs, their_map, _ = engine_layout.load(source, aux_layers=shape.aux_layers)
-        ours, our_map, info = engine_layout.load(self.out, aux_layers=shape.aux_layers)
+        try:
+            theirs, their_map, _ = engine_layout.load(source, aux_layers=shape.aux_layers)
+            ours, our_map, info = engine_layout.load(self.out)
+        except ConfigError as error:
+            self.faults.append(str(error))
+            return
+        there = dataclasses.replace(theirs.shape, max_position_embeddings=shape.max_position_embeddings)
+        differ = [
+            f"{f.name} is {getattr(ours.shape, f.name)}, {getattr(there, f.name)} in {source}"
+            for f in dataclasses.fields(there)
+            if getattr(ours.shape, f.name) != getattr(there, f.name)
+        ]
+        if differ:
+            self.faults += [f"{CONFIG}: {line}" for line in differ]
+            return
         if not torch.equal(their_map.target_ids, our_map.target_ids):
             self.faults.append(f"{WEIGHTS}: another draft vocabulary than {source}")
             return
@@ -310,7 +324,7 @@ class _Audit:
                     self.faults.append(f"{WEIGHTS}: '{name}' is not that of {source} in {dtype}")
         found = logits(ours)
         if not torch.equal(logits(theirs), found):
-            self.faults.append(f"other logits than {source} in {dtype}")
+            self.faults.append(f"{WEIGHTS}: other logits than {source} in {dtype}")
             return
         away = Difference.between(exact, found)
         self.compared.append(
