@@ -87,7 +87,7 @@ def test_the_command_is_these_words(plan: Plan, python: Path, target: Path, tmp_
     assert found.argv == (
         str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(target), "--host", "127.0.0.1", "--port", "8123",
         "--dtype", "float32", "--max-num-batched-tokens", "16384", "--no-enable-prefix-caching",
-        "--speculative-config", speculative, "--kv-transfer-config", transfer,
+        "--disable-uvicorn-access-log", "--speculative-config", speculative, "--kv-transfer-config", transfer,
     )  # fmt: skip
     assert found.environment == {
         "PYTHONPATH": f"{tmp_path / 'states/server/plugin'}:/theirs", "HF_HUB_OFFLINE": "1",

@@ -70,6 +70,8 @@ def own_flags(start: Start, version: str | None) -> Flags:
     flags["max-num-batched-tokens"] = start.serve.max_prefill_tokens
     # Prompts of a data set share little, and a block that is kept cannot be cleared after use.
     flags["no-enable-prefix-caching"] = True
+    # A line for each request would be millions.
+    flags["disable-uvicorn-access-log"] = True
     if version is not None and not is_whole(version):
         flags["no-enable-chunked-prefill"] = True
     flags["speculative-config"] = {
