@@ -110,6 +110,10 @@ TOLD = {
 def test_acceptance_is_that_of_the_answers_in_both_definitions(target: Path, prompts: Path, name: str) -> None:
     with CountingServer(accepted=KEPT, **TOLD[name]) as server:
         receipt = measured(target, prompts, server, repeats=2)
+    for run in receipt.runs:
+        wanted = [None if name == "vLLM without token ids" else tuple(answer_of(ids)) for ids in PROMPTS]
+        assert [a.token_ids for a in run.answers] == wanted
+        assert [a.num_new_tokens for a in run.answers] == [7, 12, 9, 16]
     total = receipt.acceptance
     assert total is not None
     assert (total.verifications, total.accepted_tokens, total.drafted_tokens) == (2 * 20, 2 * 22, 2 * 60)

@@ -186,13 +186,17 @@ class _Evaluation:
             # The first requests of a shape pay for kernels and memory.
             asked = [prompts[i % len(prompts)] for i in range(sizes[-1])]
             await self._unmeasured(server, asked, warm, sizes[-1])
-        for size in sizes:
-            for repeat in range(config.repeats):
-                for side in (True, False) if repeat % 2 == 0 else (False, True):
-                    if side in self._servers:
-                        yield await self._run(prompts, size, repeat, side)
+        plan = [
+            (size, repeat, side)
+            for size in sizes
+            for repeat in range(config.repeats)
+            for side in ((True, False) if repeat % 2 == 0 else (False, True))
+            if side in self._servers
+        ]
+        for number, (size, repeat, side) in enumerate(plan, 1):
+            yield await self._run(prompts, size, repeat, side, where=f"run {number:,} of {len(plan):,}")
 
-    async def _run(self, prompts: Sequence[Prompt], size: int, repeat: int, side: bool) -> Run:
+    async def _run(self, prompts: Sequence[Prompt], size: int, repeat: int, side: bool, *, where: str) -> Run:
         config, server = self._config, self._servers[side]
         # Whole sets, so that prompts weigh alike, and enough that the servers are busy most of the time.
         sets = -(-2 * size // len(prompts)) if size > 1 else 1
@@ -202,10 +206,7 @@ class _Evaluation:
         which = "with the drafter" if side else "without"
 
         def show(done: int) -> None:
-            self._progress.show(
-                f"evaluate: batch size {size}, repeat {repeat + 1} of {config.repeats}, {which}: {done:,} of "
-                f"{len(asked):,} answers"
-            )
+            self._progress.show(f"evaluate: {where}, batch size {size}, {which}: {done:,} of {len(asked):,} answers")
 
         before = await server.counters()
         told: list[Acceptance | None]
