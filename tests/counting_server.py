@@ -88,6 +88,7 @@ class CountingServer:
     incremental: bool = False
     """SGLang: events bring what is new, not all so far."""
     algorithm: str = "EAGLE3"
+    topk: int = 1
     model_path: str = "/nowhere/served"
     max_tokens: int = 400
     tokenize: Callable[[str], list[int] | None] = lambda text: None
@@ -175,8 +176,9 @@ class CountingServer:
                 "max_total_num_tokens": self.max_tokens,
                 "context_length": None,
                 "speculative_algorithm": self.algorithm if on else None,
+                "speculative_num_steps": self.num_draft_tokens if on else None,
                 "speculative_num_draft_tokens": self.num_draft_tokens + 1 if on else None,
-                "speculative_eagle_topk": 1 if on else None,
+                "speculative_eagle_topk": self.topk if on else None,
             }
             pages = {"/model_info": {"model_path": self.model_path}, "/server_info": told}
         return json.dumps(pages[path]) if path in pages else None

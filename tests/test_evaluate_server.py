@@ -320,8 +320,14 @@ def test_a_baseline_that_speculates_or_is_the_same_server_is_refused(target: Pat
 
 
 def test_other_engines_and_servers_without_counters_are_told(target: Path, prompts: Path) -> None:
-    with CountingServer(engine="sglang", accepted=KEPT, counts=False) as server, CountingServer() as baseline:
+    with (
+        CountingServer(engine="sglang", accepted=KEPT, counts=False, topk=4) as server,
+        CountingServer(model_path="another") as baseline,
+    ):
         receipt = measured(target, prompts, server, baseline)
+    assert any("drafts trees of 4 branches" in note for note in receipt.notes)
+    assert "/nowhere/served, EAGLE3, 3 drafted tokens, 4 branches" in receipt.lines()[0]
+    assert any("name other models: /nowhere/served and another" in note for note in receipt.notes)
     assert any("not of one engine" in note for note in receipt.notes)
     assert any("traffic of others is not seen" in note for note in receipt.notes)
     with (
@@ -466,22 +472,27 @@ def test_a_later_turn_stands_on_the_plain_servers_answer(tmp_path: Path) -> None
 def test_decoding_in_this_process_is_compared(target: Path, prompts: Path) -> None:
     asked = []
 
+    accepted = 21
+
     def own(num_draft_tokens: int | None) -> Own:
         asked.append(num_draft_tokens)
         answers = {tuple(ids): tuple(answer_of(ids)) for ids in PROMPTS}
         answers[5, 5] = (1, 2)
-        return Own("float32", Acceptance(10, 30, 10, (7, 3, 0)), 1.9, answers)
+        return Own("float32", Acceptance(20, 60, accepted, (14, 7, 0)), 1.9, answers)
 
     with CountingServer(accepted=KEPT) as server:
         receipt = measured(target, prompts, server, own=own)
-    assert asked == [3]  # chains as long as the server's
-    assert receipt.agreement == pytest.approx(2.1 / 2.0)
+        accepted = 18
+        (warning,) = measured(target, prompts, server, own=own).warnings
+    assert "differs by +10.5 % from that of this process" in warning and not receipt.warnings
+    assert set(asked) == {3}  # chains as long as the server's
+    assert receipt.agreement == pytest.approx(2.1 / 2.05)
     assert receipt.identical_to_own == (3, 4)
     assert (
-        "acceptance length 2.000 pooled, 1.900 request mean; the server's is +5.0 % of it; 3 of 4 of its answers"
+        "acceptance length 2.050 pooled, 1.900 request mean; the server's differs by +2.4 %; 3 of 4 of its answers"
         in "\n".join(receipt.lines())
     )
-    assert receipt.as_dict()["own"]["agreement"] == pytest.approx(1.05)
+    assert receipt.as_dict()["own"]["agreement"] == pytest.approx(2.1 / 2.05)
 
 
 # -- figures of hand-made runs -----------------------------------------------------------------------------------------

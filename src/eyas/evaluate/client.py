@@ -88,7 +88,7 @@ class About:
     speculation: str
     """The algorithm's name, empty without one."""
     num_draft_tokens: int | None
-    """Drafted tokens of a verification, at most."""
+    """Drafted tokens of a chain, at most; of a tree, its depth."""
     topk: int | None
     """Branches at each step of the draft; 1 is a chain."""
     counts: bool
@@ -213,7 +213,9 @@ class Server:
         self._engine = "sglang"
         self._model = str(info.get("served_model_name") or info["model_path"])
         speculation = str(told.get("speculative_algorithm") or "")
-        drafted = told.get("speculative_num_draft_tokens")
+        steps, drafted = told.get("speculative_num_steps"), told.get("speculative_num_draft_tokens")
+        if not isinstance(steps, int) and isinstance(drafted, int):
+            steps = drafted - 1  # the root, the token that is known, is counted there
         limits = [told.get("context_length"), told.get("max_total_num_tokens"), told.get("max_req_input_len")]
         return About(
             url=self.url,
@@ -223,8 +225,7 @@ class Server:
             model_path=str(info["model_path"]),
             max_tokens=min((n for n in limits if isinstance(n, int) and n > 0), default=None),
             speculation=speculation,
-            # The tree's root, the token that is known, is counted there.
-            num_draft_tokens=drafted - 1 if speculation and isinstance(drafted, int) else None,
+            num_draft_tokens=steps if speculation and isinstance(steps, int) else None,
             topk=told.get("speculative_eagle_topk") if speculation else None,
             counts=await self.counters() is not None,
         )
@@ -357,9 +358,11 @@ class _Stream:
         meta = event["meta_info"]
         ids = [int(i) for i in event.get("output_ids") or []]
         self._num_new = int(meta["completion_tokens"])
+        text = event.get("text") or ""
         # Whole so far, or what is new: servers are set up either way.
-        self._ids = ids if len(ids) == self._num_new else [*self._ids, *ids]
-        self._text = event.get("text") or self._text
+        whole = len(ids) == self._num_new
+        self._ids = ids if whole else [*self._ids, *ids]
+        self._text = text if whole else self._text + text
         self.prompt_tokens = int(meta["prompt_tokens"])
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":

@@ -345,6 +345,10 @@ def _notes(about: dict[bool, About], runs: Sequence[Run]) -> tuple[str, ...]:
             f"warning: {one.url}: runs EAGLE, not EAGLE3: of an EAGLE-3 drafter nothing is accepted there; start it "
             "with --speculative-algorithm EAGLE3"
         )
+    if one.topk is not None and one.topk > 1:
+        notes.append(f"{one.url}: drafts trees of {one.topk} branches; decoding in this process drafts chains")
+    if False in about and about[False].model_path != one.model_path:
+        notes.append(f"warning: the servers name other models: {one.model_path} and {about[False].model_path}")
     if False in about and (about[False].engine, about[False].version) != (one.engine, one.version):
         notes.append("warning: the two servers are not of one engine and version: their speeds differ by that, too")
     for other in about.values():

@@ -24,6 +24,8 @@ from eyas.train.metrics import Estimate
 
 FILE = "server.json"
 PERCENTILES = (50, 90, 99)
+TOLERANCE = 0.05
+"""Between the acceptance length of a server and that of this process: more is no rounding."""
 
 FORMULAS = (
     "acceptance length, pooled = 1 + Σ accepted / Σ verifications; the 1 is the bonus token, which the target gives "
@@ -303,6 +305,11 @@ class ServerReceipt:
                 "warning: the drafter is not effective: not one drafted token was accepted (acceptance length exactly "
                 "1.00); is it of another target, or served as EAGLE instead of EAGLE3?"
             )
+        if self.agreement is not None and abs(self.agreement - 1) > TOLERANCE and self.temperature == 0:
+            lines.append(
+                f"warning: acceptance length differs by {100 * (self.agreement - 1):+.1f} % from that of this process: "
+                "the server drafts or judges otherwise; 'eyas doctor acceptance' looks for the reason"
+            )
         answers = sum(len(run.answers) for run in self.runs)
         if cut := sum(run.num_cut for run in self.runs):
             lines.append(
@@ -434,7 +441,7 @@ class ServerReceipt:
             mean = f", {self.own.request_mean:.3f} request mean" if self.own.request_mean is not None else ""
             lines.append(
                 f"in this process, {self.own.dtype}: acceptance length {self.own.acceptance.length:.3f} pooled{mean}; "
-                f"the server's is {100 * (self.agreement - 1):+.1f} % of it; {same:,} of {compared:,} of its answers "
+                f"the server's differs by {100 * (self.agreement - 1):+.1f} %; {same:,} of {compared:,} of its answers "
                 "identical to plain decoding here"
             )
         return lines
