@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny_models
-from eyas.config import DataConfig, TargetConfig
+import train_reference
+from eyas.config import DataConfig, EngineConfig, EvaluateConfig, TargetConfig
 from eyas.errors import DataError
+from eyas.evaluate import compare
+from eyas.evaluate.compare import DecodeReceipt
 from eyas.evaluate.prompts import BUILT_IN, Prompt, PromptReader, read_prompts
+from eyas.log import Progress
+from eyas.model import checkpoint as engine_layout
+from eyas.model.vocab_map import VocabMap
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +113,56 @@ def test_the_built_in_set_has_every_category_alike_from_its_beginning(target: Ta
         row = json.loads(line)
         assert set(row) == {"id", "category", "turns"}
         assert all(20 < len(turn) < 1000 for turn in row["turns"]) and len(row["turns"]) <= 2
+
+
+# -- decoded in this process -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decoded(target: TargetConfig, tmp_path_factory: pytest.TempPathFactory) -> DecodeReceipt:
+    """Two conversations, one of two turns, by a drafter that knows nothing."""
+    base = tmp_path_factory.mktemp("decoded")
+    shape = train_reference.tiny_shape(
+        target_hidden_size=32, hidden_size=32, vocab_size=301, draft_vocab_size=100, max_position_embeddings=512
+    )
+    draft = train_reference.random_draft(shape, dtype=torch.float32)
+    engine_layout.save(draft, VocabMap.of(torch.arange(100), 301), base / "draft", target_config={}, dtype="float32")
+    rows = [
+        {"id": "a", "category": "x", "turns": ["w5", "w7"]},
+        {"id": "b", "category": "y", "turns": ["w8"]},
+    ]
+    return compare.evaluate(
+        EvaluateConfig(max_new_tokens=9, num_draft_tokens=2), target, EngineConfig(dtype="float32", device="cpu"),
+        DataConfig(), draft=base / "draft", prompts=write(base / "set.jsonl", *rows), limit=None,
+        progress=Progress(stream=io.StringIO()),
+    )  # fmt: skip
+
+
+def test_later_turns_are_decoded_behind_the_plain_answer(target: TargetConfig, decoded: DecodeReceipt) -> None:
+    first, second, other = decoded.requests
+    assert [r.name for r in decoded.requests] == ["a", "a turn 2", "b"]
+    assert [r.category for r in decoded.requests] == ["x", "x", "y"]
+    assert first.prompt_ids == (1, 5, 3) and other.prompt_ids == (1, 8, 3)
+    assert second.prompt_ids == (1, 5, 3, 4, *first.plain_ids, 1, 7, 3)
+    assert all(r.identical and len(r.plain_ids) == r.plain_tokens for r in decoded.requests)
+
+
+def test_categories_are_slices(decoded: DecodeReceipt) -> None:
+    assert {name: n for name, (n, _) in decoded.slices.items()} == {"x": 2, "y": 1}
+    terms = [(r.num_accepted, r.verifications) for r in decoded.requests[:2]]
+    wanted = 1 + sum(a for a, _ in terms) / sum(v for _, v in terms)
+    assert decoded.slices["x"][1].value == pytest.approx(wanted)
+    assert any(line.startswith("by category, pooled: x ") for line in decoded.lines())
+
+
+def test_the_file_holds_no_prompt_and_no_answer(decoded: DecodeReceipt) -> None:
+    text = json.dumps(decoded.as_dict())
+    assert "prompt_ids" not in text and "plain_ids" not in text
+
+
+def test_a_server_is_compared_with_it(decoded: DecodeReceipt) -> None:
+    own = decoded.own()
+    assert own.acceptance.verifications == sum(r.verifications for r in decoded.requests)
+    assert own.acceptance.accepted_tokens == sum(own.acceptance.accepted)
+    assert own.acceptance.length == pytest.approx(decoded.acceptance_length_pooled.value)  # type: ignore[union-attr]
+    assert own.answers == {r.prompt_ids: r.plain_ids for r in decoded.requests}
