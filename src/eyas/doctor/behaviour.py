@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from eyas.doctor.bench import Bench, Drafts, Outcome, gain, interval, with_embedding
+from eyas.doctor.bench import Bench, Drafts, Gain, Outcome, gain, interval, with_embedding
 from eyas.doctor.findings import Finding, broken, ok, unknown
 from eyas.model.eagle3 import Eagle3Draft, rotary
 from eyas.model.shape import DraftShape
@@ -36,7 +36,24 @@ SPARE_COVERAGE = 0.1
 FEW_RIGHT = 0.9
 """The recorded accuracy must be missed by a tenth, beyond both intervals."""
 OVERFIT = 2.0
-DIFFERENT_ROWS = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A drafter on the bench, and what it drafted as it is."""
+
+    bench: Bench
+    draft: Eagle3Draft
+    vocab_map: VocabMap
+    drafts: Drafts
+
+    def outcome(self) -> Outcome:
+        return self.bench.judge(self.drafts, self.vocab_map)
+
+    def gain(self, draft: Eagle3Draft | None = None, *, offset: int = 0) -> Gain:
+        """Of another drafter, or of other positions."""
+        drafts = self.bench.run(draft or self.draft, offset=offset)
+        return gain(self.outcome(), self.bench.judge(drafts, self.vocab_map))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,143 +93,153 @@ def find_head_rows(lm_head: torch.Tensor, target_ids: torch.Tensor, head: Target
     if bool(elsewhere.any()):
         i = int(torch.nonzero(elsewhere)[0, 0])
         example = (
-            f"draft id {int(at[i])} is mapped to token {int(target_ids[at[i]])} (cosine {float(own[i]):.2f}), its "
-            f"row is "
-            f"that of token {int(best_id[i])} ({float(best[i]):.2f})"
+            f"draft id {int(at[i])} is mapped to token {int(target_ids[at[i]])} (cosine {float(own[i]):.2f}), its row "
+            f"is that of token {int(best_id[i])} ({float(best[i]):.2f})"
         )
     return HeadRows(int(alike.sum()), int(elsewhere.sum()), example)
 
 
-def judge_vocab(
-    bench: Bench, drafts: Drafts, vocab_map: VocabMap, counts: npt.NDArray[np.int64], rows: HeadRows | None, paper: str
-) -> Finding:
-    """The map by what lm_head is made of, by what the supervised tokens need, and by what the drafter says.
+def judge_vocab(trial: Trial, counts: npt.NDArray[np.int64], rows: HeadRows | None, paper: str) -> Finding:
+    """The map by what lm_head is made of, by what the drafter says, and by what the supervised tokens need.
 
     `counts [V]`: supervised tokens of the training samples; `paper`: what the checkpoint says of its map.
     """
+    vocab_map = trial.vocab_map
     best = VocabMap.from_counts(counts, vocab_map.draft_vocab_size)
     coverage, possible = vocab_map.coverage(counts), best.coverage(counts)
-    before = bench.judge(drafts, vocab_map)
-    recounted = gain(before, bench.judge(drafts, best))
+    recounted = gain(trial.outcome(), trial.bench.judge(trial.drafts, best))
     remake = "export the checkpoint anew from the training, which knows its map (d2t as offsets, t2d)"
-    numbers: dict[str, Any] = {"coverage": coverage, "best_coverage": possible, "length": before.length,
-                               "length_recounted": recounted.after}  # fmt: skip
-    proven = False
-    if rows is not None:
-        # Whose rows lm_head has says more than what a weak drafter drafts.
-        proven = rows.looked_at >= MIN_ALIKE and rows.elsewhere <= PERMUTED * rows.looked_at
+    numbers: dict[str, Any] = {
+        "coverage": coverage,
+        "best_coverage": possible,
+        "length": recounted.before,
+        "length_recounted": recounted.after,
+    }
+    # Whose rows lm_head has says more than what a weak drafter drafts.
+    told = rows is not None and rows.looked_at >= MIN_ALIKE
+    if rows is not None and told:
         numbers |= {"head_rows": rows.looked_at, "head_rows_elsewhere": rows.elsewhere}
-        if rows.looked_at >= MIN_ALIKE and not proven:
-            return broken("vocab", f"{rows.elsewhere} of {rows.looked_at} rows of lm_head belong to other tokens "
-                                   f"than the map "
-                          f"says: {rows.example}", remake, **numbers)  # fmt: skip
-    if recounted.clear and not proven:
-        return broken("vocab", f"read through the map that the supervised tokens give, the drafter reaches "
-                               f"acceptance length "
-                      f"{recounted.after:.2f} instead of {recounted.before:.2f}: the map is not the one trained with",
-                      remake, **numbers)  # fmt: skip
+        if rows.elsewhere > PERMUTED * rows.looked_at:
+            text = (
+                f"{rows.elsewhere} of {rows.looked_at} rows of lm_head belong to other tokens than the map says: "
+                f"{rows.example}"
+            )
+            return broken("vocab", text, remake, **numbers)
+    elif recounted.clear:
+        text = (
+            "read through the map that the supervised tokens give, the drafter reaches acceptance length "
+            f"{recounted.after:.2f} instead of {recounted.before:.2f}: the map is not the one trained with"
+        )
+        return broken("vocab", text, remake, **numbers)
     if coverage < LOW_COVERAGE and possible > coverage + SPARE_COVERAGE:
-        return broken("vocab", f"the map holds {coverage:.1%} of the supervised tokens, the best one of its size "
-                               f"{possible:.1%}",
-                      "train with a draft vocabulary counted on these samples "
-                      "(draft.vocab_size)", **numbers)  # fmt: skip
+        text = f"the map holds {coverage:.1%} of the supervised tokens, the best one of its size {possible:.1%}"
+        do = "train with a draft vocabulary counted on these samples (draft.vocab_size)"
+        return broken("vocab", text, do, **numbers)
     text = f"{paper}; it holds {coverage:.1%} of the supervised tokens (the best of its size {possible:.1%})"
-    if rows is not None and proven:
+    if rows is not None and told:
         text += f"; {rows.looked_at - rows.elsewhere} of {rows.looked_at} rows of lm_head are those of its tokens"
     note = f"the draft vocabulary lacks {1 - coverage:.1%} of the supervised tokens" if coverage < 0.9 else ""
     return ok("vocab", text, note=note, **numbers)
 
 
-def judge_embedding(
-    bench: Bench | None, drafts: Drafts | None, draft: Eagle3Draft, vocab_map: VocabMap | None, target: torch.Tensor,
-    dtype: str,
-) -> Finding:  # fmt: skip
+def judge_embedding(draft: Eagle3Draft, target: torch.Tensor, dtype: str, trial: Trial | None) -> Finding:
     """The checkpoint's own embedding against `target [V, H]`, bit by bit in its dtype, then by behaviour."""
     own = draft.embed_tokens.weight.detach().cpu()
-    if own.shape != target.shape:
-        return broken("embedding", f"it is {list(own.shape)}, the target's {list(target.shape)}",
-                      "leave embed_tokens out of the checkpoint", own=list(own.shape))  # fmt: skip
-    stored = target.to(getattr(torch, dtype)).float()
-    rounded = target.float().to(torch.bfloat16).float()
-    differs = ~((own == stored).all(1) | (own == rounded).all(1))
-    share = float(differs.float().mean())
-    numbers: dict[str, Any] = {"rows_that_differ": int(differs.sum()), "rows": len(own)}
-    if share <= DIFFERENT_ROWS and not int(differs.sum()):
-        return ok("embedding", f"equal to the target's in all {len(own):,} rows", **numbers)
-    error = float((own - target.float()).norm() / target.float().norm())
-    text = f"{int(differs.sum()):,} of {len(own):,} rows differ from the target's (relative {error:.2g})"
     do = "leave embed_tokens out of the checkpoint, so that engines share the target's, or write the target's"
-    if bench is None or drafts is None or vocab_map is None:
+    if own.shape != target.shape:
+        return broken("embedding", f"it is {list(own.shape)}, the target's {list(target.shape)}", do)
+    wide = target.float()
+    same = (own == wide.to(getattr(torch, dtype)).float()).all(1) | (own == wide.to(torch.bfloat16).float()).all(1)
+    num_other = int((~same).sum())
+    numbers: dict[str, Any] = {"rows_that_differ": num_other, "rows": len(own)}
+    if not num_other:
+        return ok("embedding", f"equal to the target's in all {len(own):,} rows", **numbers)
+    error = float((own - wide).norm() / wide.norm())
+    text = f"{num_other:,} of {len(own):,} rows differ from the target's (relative {error:.2g})"
+    if trial is None:
         return broken("embedding", text, do, **numbers)
-    g = gain(bench.judge(drafts, vocab_map), bench.judge(bench.run(with_embedding(draft, target.float())), vocab_map))
+    g = trial.gain(with_embedding(draft, wide))
     numbers |= {"length": g.before, "length_with_the_targets": g.after}
     text += f"; acceptance length {g.before:.2f}, with the target's {g.after:.2f}"
     if g.clear_loss:
-        return ok("embedding", text, note="the drafter trained an embedding of its own: SGLang reads the target's "
-                                          "in its place, "
-                  "vLLM this one", **numbers)  # fmt: skip
+        note = "the drafter trained an embedding of its own: vLLM reads it, SGLang the target's in its place"
+        return ok("embedding", text, note=note, **numbers)
     return broken("embedding", text, do, **numbers)
 
 
-def judge_rope(
-    bench: Bench | None, drafts: Drafts | None, draft: Eagle3Draft | None, vocab_map: VocabMap | None,
-    here: Mapping[str, Any], fresh: DraftShape, positions: int | None, longest: int,
-) -> Finding:  # fmt: skip
-    """Rotary parameters and the number of positions against the target's; then positions by behaviour.
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """What a checkpoint says of positions, and what a new drafter for this target would say."""
 
-    `here`: the checkpoint's rotary parameters; `fresh`: the shape that a new drafter for this target would have;
-    `positions`: the checkpoint's max_position_embeddings; `longest`: tokens of the longest sample.
-    """
-    numbers: dict[str, Any] = {"rope": dict(here), "target_rope": dict(fresh.rope), "positions": positions,
-                               "target_positions": fresh.max_position_embeddings,
-                               "longest_sample": longest}  # fmt: skip
-    differ = [
-        f"{name} {here.get(name, 'none')}, the target has {fresh.rope.get(name, 'none')}"
-        for name in sorted({*here, *fresh.rope})
-        if here.get(name) != fresh.rope.get(name)
-    ]
-    able = bench is not None and drafts is not None and draft is not None and vocab_map is not None
+    rope: Mapping[str, Any]
+    max_positions: int | None
+    fresh: DraftShape
+    longest_sample: int
+    """Tokens."""
+    recorded: bool
+    """Trained by eyas, which takes the target's."""
+
+    def differences(self) -> list[str]:
+        mine, theirs = self.rope, self.fresh.rope
+        return [
+            f"{name} {mine.get(name, 'none')}, the target has {theirs.get(name, 'none')}"
+            for name in sorted({*mine, *theirs})
+            if mine.get(name) != theirs.get(name)
+        ]
+
+
+def judge_rope(positions: Positions, trial: Trial | None) -> Finding:
+    """Rotary parameters and number of positions against the target's; then positions by behaviour, where it can be."""
+    fresh, differ = positions.fresh, positions.differences()
+    numbers: dict[str, Any] = {
+        "rope": dict(positions.rope),
+        "target_rope": dict(fresh.rope),
+        "positions": positions.max_positions,
+        "target_positions": fresh.max_position_embeddings,
+        "longest_sample": positions.longest_sample,
+    }
     note = ""
     if differ:
-        do = "write the target's rope_parameters and rope_theta into the checkpoint's config.json"
-        if not able:
-            return broken("rope", "; ".join(differ), do, **numbers)
-        assert bench is not None and drafts is not None and draft is not None and vocab_map is not None
-        g = gain(bench.judge(drafts, vocab_map), bench.judge(bench.run(_with_rope(draft, fresh)), vocab_map))
-        numbers |= {"length": g.before, "length_with_the_targets": g.after}
-        text = f"{'; '.join(differ)}: acceptance length {g.before:.2f}, with the target's {g.after:.2f}"
-        if not g.clear_loss:
+        text, better, worse = "; ".join(differ), False, False
+        if trial is not None:
+            g = trial.gain(_with_rope(trial.draft, fresh))
+            text += f": acceptance length {g.before:.2f}, with the target's {g.after:.2f}"
+            numbers |= {"length": g.before, "length_with_the_targets": g.after}
+            better, worse = g.clear, g.clear_loss
+        # Another project's drafter may have been trained with positions of its own.
+        if better or (positions.recorded and not worse):
+            do = "write the target's rope_parameters and rope_theta into the checkpoint's config.json"
             return broken("rope", text, do, **numbers)
-        note = f"trained with other positions than the target's, which is no fault: {text}"
-    if positions is not None and positions < fresh.max_position_embeddings:
-        reach = f"; the longest sample has {longest:,} tokens"
-        return broken("rope", f"max_position_embeddings is {positions:,}, the target's "
-                              f"{fresh.max_position_embeddings:,}{reach}",
-                      f"write max_position_embeddings = {fresh.max_position_embeddings} into the checkpoint's "
-                      f"config.json: "
-                      "acceptance collapses behind it", **numbers)  # fmt: skip
+        note = f"positions of its own: {text}"
+    if positions.max_positions is not None and positions.max_positions < fresh.max_position_embeddings:
+        text = (
+            f"max_position_embeddings is {positions.max_positions:,}, the target's {fresh.max_position_embeddings:,}; "
+            f"the longest sample has {positions.longest_sample:,} tokens"
+        )
+        do = f"write max_position_embeddings = {fresh.max_position_embeddings} into config.json"
+        return broken("rope", text, do, **numbers)
     text = "rotary parameters of its own" if differ else "the target's rotary parameters"
     text += f", {fresh.max_position_embeddings:,} positions"
-    if not able:
-        return ok("rope", text, **numbers)
-    assert bench is not None and drafts is not None and draft is not None and vocab_map is not None
-    before = bench.judge(drafts, vocab_map)
-    moved = {by: gain(before, bench.judge(bench.run(draft, offset=by), vocab_map)) for by in (-1, 1)}
-    numbers["length"] = before.length
-    numbers["length_moved"] = {f"{by:+d}": g.after for by, g in moved.items()}
+    return ok("rope", text, note=note, **numbers) if trial is None else _judge_moves(trial, text, note, numbers)
+
+
+def _judge_moves(trial: Trial, text: str, note: str, numbers: dict[str, Any]) -> Finding:
+    """Would drafted tokens rather stand elsewhere? And is the drafter as good late in a sample as early?"""
+    moved = {by: trial.gain(offset=by) for by in (-1, 1)}
+    length = trial.outcome().length
+    numbers |= {"length": length, "length_moved": {f"{by:+d}": g.after for by, g in moved.items()}}
     for by, g in moved.items():
         if g.clear:
-            return broken("rope", f"drafted tokens want positions moved by {by:+d}: acceptance length {g.after:.2f} "
-                                  f"instead of "
-                          f"{g.before:.2f} on {g.samples} samples",
-                          "the training gave later steps other positions than t + s, which engines give: train anew",
-                          **numbers)  # fmt: skip
-    shown = ", ".join(f"{by:+d}: {g.after:.2f}" for by, g in moved.items())
-    early, late = _halves(bench, drafts, vocab_map)
+            told = (
+                f"drafted tokens want positions moved by {by:+d}: acceptance length {g.after:.2f} instead of "
+                f"{g.before:.2f} on {g.samples} samples"
+            )
+            do = "the training gave later steps other positions than t + s, which engines give: train anew"
+            return broken("rope", told, do, **numbers)
+    early, late = _halves(trial)
     numbers |= {"early": early, "late": late}
-    text += (
-        f"; acceptance length {before.length:.2f}, moved by {shown}; step-0 accuracy in the early half of positions "
-    )
+    shown = ", ".join(f"{by:+d}: {g.after:.2f}" for by, g in moved.items())
+    text += f"; acceptance length {length:.2f}, moved by {shown}; step-0 accuracy in the early half of positions "
     text += f"{early[0]:.3f}, in the late half {late[0]:.3f}"
     if late[2] < 0.5 * early[1]:
         note = note or "accuracy falls off with the position: longer samples in training"
@@ -226,15 +253,14 @@ def _with_rope(draft: Eagle3Draft, fresh: DraftShape) -> Eagle3Draft:
     return changed
 
 
-def _halves(
-    bench: Bench, drafts: Drafts, vocab_map: VocabMap
-) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+def _halves(trial: Trial) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Step-0 accuracy with its interval, in front of the median position and behind it."""
-    hits = (vocab_map.target_ids.numpy()[drafts.said[0]] == bench.truth[0]) & bench.supervised[0]
-    middle = float(np.median(bench.position)) if bench.num_rows else 0.0
+    bench = trial.bench
+    middle = float(np.median(bench.position))
 
     def of(rows: npt.NDArray[np.bool_]) -> tuple[float, float, float]:
-        return interval(bench.by_sample(hits, rows), bench.by_sample(bench.supervised[0], rows))
+        outcome = bench.judge(trial.drafts, trial.vocab_map, rows)
+        return interval(outcome.right, outcome.rows)
 
     return of(bench.position <= middle), of(bench.position > middle)
 
@@ -249,15 +275,20 @@ def judge_accuracy(bench: Bench, outcome: Outcome, baseline: Baseline, recorded:
     guess = score.to_json()
     bigram, unigram = guess["bigram"] or 0.0, guess["unigram"] or 0.0
     samples = int((held_out.rows > 0).sum())
-    numbers: dict[str, Any] = {"held_out": [value, low, high], "train": seen, "bigram": bigram, "unigram": unigram,
-                               "rows": int(held_out.rows.sum()), "samples": samples,
-                               "acceptance_length": held_out.length}  # fmt: skip
+    numbers: dict[str, Any] = {
+        "held_out": [value, low, high],
+        "train": seen,
+        "bigram": bigram,
+        "unigram": unigram,
+        "rows": int(held_out.rows.sum()),
+        "samples": samples,
+        "acceptance_length": held_out.length,
+    }
     if not samples:
         return unknown("accuracy", "no captured sample is held out; set data.held_out and prepare again", **numbers)
     text = (
         f"step 0: {value:.3f} [{low:.3f}, {high:.3f}] on {samples} held-out samples ({int(held_out.rows.sum()):,} "
-        f"rows), "
-        f"bigram {bigram:.3f}, unigram {unigram:.3f}, train split {seen:.3f}; acceptance length of chains of "
+        f"rows), bigram {bigram:.3f}, unigram {unigram:.3f}, train split {seen:.3f}; acceptance length of chains of "
         f"{bench.supervised.shape[0]} {held_out.length:.2f}"
     )
     then = _first(recorded)
@@ -265,9 +296,13 @@ def judge_accuracy(bench: Bench, outcome: Outcome, baseline: Baseline, recorded:
         numbers["recorded"] = list(then)
         text += f"; the training recorded {then[0]:.3f} [{then[1]:.3f}, {then[2]:.3f}]"
         if high < then[1] and value < FEW_RIGHT * then[0]:
-            return broken("accuracy", text, "weights, data set or sample table are not those of that training: take "
-                                            "its own "
-                          "checkpoint, or train anew", **numbers)  # fmt: skip
+            return broken(
+                "accuracy",
+                text,
+                "weights, data set or sample table are not those of that training: take its own checkpoint, or train "
+                "anew",
+                **numbers,
+            )
     notes = []
     if samples < 30:
         notes.append(f"{samples} samples say little")

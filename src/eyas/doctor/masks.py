@@ -87,13 +87,19 @@ def judge_empty(samples: Sequence[Masked], num_supervised: int) -> Finding | Non
     without = sum(not any(end - max(start, 1) >= 2 for start, end in one.spans) for one in samples)
     numbers = {"samples": count, "supervised_tokens": supervised, "without_a_draft": without}
     if not supervised:
-        return broken("mask", f"no token of {count:,} samples ({tokens:,} tokens) is supervised; the table counts "
-                      f"{num_supervised:,}", "run 'eyas prepare' again, then look at 'eyas "
-                                             "inspect'", **numbers)  # fmt: skip
+        return broken(
+            "mask",
+            f"no token of {count:,} samples ({tokens:,} tokens) is supervised; the table counts {num_supervised:,}",
+            "run 'eyas prepare' again, then look at 'eyas inspect'",
+            **numbers,
+        )
     if without > FEW_ROWS * count:
-        return broken("mask", f"{without:,} of {count:,} samples have no two supervised tokens in a row: nothing is "
-                              f"drafted "
-                      "there", "look at 'eyas inspect': are the masks those of the answers?", **numbers)  # fmt: skip
+        return broken(
+            "mask",
+            f"{without:,} of {count:,} samples have no two supervised tokens in a row: nothing is drafted there",
+            "look at 'eyas inspect': are the masks those of the answers?",
+            **numbers,
+        )
     return None
 
 
@@ -165,9 +171,14 @@ def compare_masks(derived: Mapping[str, tuple[Span, ...]], table: Mapping[str, t
 
 
 def judge_mask(
-    samples: Sequence[Masked], *, num_supervised: int, edges: Edges, prompt: Sequence[int] | None,
-    derived: Derived | None, why_not: str,
-) -> Finding:  # fmt: skip
+    samples: Sequence[Masked],
+    *,
+    num_supervised: int,
+    edges: Edges,
+    prompt: Sequence[int] | None,
+    derived: Derived | None,
+    why_not: str,
+) -> Finding:
     """The strongest evidence first: conversations, then the generation prompt, then the target's own word.
 
     `prompt`: the tokens with which the template opens an answer. `why_not`: why there are neither these.
@@ -187,25 +198,37 @@ def judge_mask(
             late = how.get(
                 derived.shift or 0, f"shifted by {derived.shift:+d} tokens" if derived.shift else "other tokens"
             )
-            return broken("mask", f"{derived.differ} of {derived.found} masks are not those of their conversations: "
-                                  f"{late}",
-                          do, **numbers)  # fmt: skip
+            return broken(
+                "mask",
+                f"{derived.differ} of {derived.found} masks are not those of their conversations: {late}",
+                do,
+                **numbers,
+            )
         said.append(f"{derived.found - derived.differ} of {derived.found} masks derived again are the same")
     if prompt:
         shift, fits, count = shift_by_prompt(samples, prompt)
         numbers["behind_the_prompt"] = {"spans": count, **{str(s): n for s, n in fits.items()}}
         if shift:
-            return broken("mask", f"{fits[shift]} of {count} spans begin {how.get(shift, f'{shift:+d} tokens off')}, "
-                          "measured at the tokens with which the template opens an answer", do, **numbers)  # fmt: skip
+            return broken(
+                "mask",
+                f"{fits[shift]} of {count} spans begin {how.get(shift, f'{shift:+d} tokens off')}, measured at the "
+                "tokens with which the template opens an answer",
+                do,
+                **numbers,
+            )
         if fits[0]:
             said.append(f"{fits[0]} of {count} spans begin right behind the template's opening of an answer")
     by_target = shift_by_target(edges)
     inside = edges.share("inside")
-    shown = ", ".join(f"{name} {share:.0%}" for name in ("before", "first", "inside", "last", "after")
-                      if (share := edges.share(name)) is not None)  # fmt: skip
+    shown = ", ".join(
+        f"{name} {share:.0%}"
+        for name in ("before", "first", "inside", "last", "after")
+        if (share := edges.share(name)) is not None
+    )
     if by_target:
-        return broken("mask", f"spans are {how[by_target]}: the target's likeliest token is the text's: {shown}", do,
-                      **numbers)  # fmt: skip
+        return broken(
+            "mask", f"spans are {how[by_target]}: the target's likeliest token is the text's: {shown}", do, **numbers
+        )
     if shown:
         said.append(f"the target agrees with the text: {shown}")
     if not said or (by_target is None and len(said) == 1 and said[0].startswith("the target agrees")):

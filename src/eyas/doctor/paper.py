@@ -126,8 +126,9 @@ def judge_target(paper: Paper, spec: CaptureSpec, digest: str, quantised: str, c
             what += f", quantised otherwise ({quantisation})"
         return broken("target", f"{what}: {told}", do, **numbers)
     if spec.quantisation != quantised:
-        return broken("target", f"quantised otherwise: {quantisation}",
-                      "capture from the target as it is served", **numbers)  # fmt: skip
+        return broken(
+            "target", f"quantised otherwise: {quantisation}", "capture from the target as it is served", **numbers
+        )
     text = {**config, **_object(config.get("text_config"))}
     sizes = (
         ("hidden size", paper.target_hidden_size, text.get("hidden_size")),
@@ -158,9 +159,13 @@ def judge_aux(paper: Paper) -> Finding:
     width = f"fc reads {shape[1]:,} values = {shape[1] / size:g} x {size:,}"
     if shape[1] % size or any(n * size != shape[1] for n in counts.values()):
         named = ", ".join(f"{n} by {name}" for name, n in counts.items()) or "none"
-        return broken("aux", f"{width}; layers named: {named}",
-                      f"write the {shape[1] // size} hidden-state indices that it was trained with into {CONFIG}, or "
-                      "export the checkpoint anew", **numbers)  # fmt: skip
+        return broken(
+            "aux",
+            f"{width}; layers named: {named}",
+            f"write the {shape[1] // size} hidden-state indices that it was trained with into {CONFIG}, or export the "
+            "checkpoint anew",
+            **numbers,
+        )
     if not told:
         return ok("aux", f"{width}; no key names layers", **numbers)
     return ok("aux", f"{width}, as many as are named", **numbers)
@@ -180,30 +185,43 @@ def judge_layers(paper: Paper, spec: CaptureSpec, fingerprint: str, given: Seque
     fallback = list(default_aux_layers(spec.num_layers))
     if not told:
         text = f"no key names the layers; engines fall back to {fallback}"
-        return broken("layers", text, f"write {LAYER_IDS} = {list(given or spec.aux_layers)} (hidden-state indices) "
-                                      f"into "
-                      f"{CONFIG}, and each less one into eagle_config", **numbers)  # fmt: skip
+        return broken(
+            "layers",
+            text,
+            f"write {LAYER_IDS} = {list(given or spec.aux_layers)} (hidden-state indices) into {CONFIG}, and each "
+            "less one into eagle_config",
+            **numbers,
+        )
     distinct = set(told.values())
     own = paper.own.get("fingerprint") == fingerprint
     right = spec.aux_layers if own else told.get("eyas.aux_layers (training)")
     if len(distinct) > 1:
         shifts = {name: shift_of(ids, right) for name, ids in told.items()} if right else {}
         how = ", ".join(f"{name} is {_shifted(s)}" for name, s in shifts.items() if s)
-        return broken("layers", f"the keys disagree: {names}" + (f": {how}" if how else ""),
-                      f"write {LAYER_IDS} = {list(right or spec.aux_layers)} (hidden-state indices) into {CONFIG}, "
-                      f"each "
-                      "less one into eagle_config", **numbers)  # fmt: skip
+        return broken(
+            "layers",
+            f"the keys disagree: {names}" + (f": {how}" if how else ""),
+            f"write {LAYER_IDS} = {list(right or spec.aux_layers)} (hidden-state indices) into {CONFIG}, each less "
+            "one into eagle_config",
+            **numbers,
+        )
     ids = next(iter(distinct))
     if own and ids != spec.aux_layers:
         shift = shift_of(ids, spec.aux_layers)
         how = f"{_shifted(shift)} against" if shift else "not"
-        return broken("layers", f"the checkpoint names {list(ids)}, {how} {list(spec.aux_layers)} of the data set "
-                                f"that it "
-                      "was trained on", f"write {LAYER_IDS} = {list(spec.aux_layers)} into {CONFIG}, each less one "
-                      "into eagle_config", **numbers)  # fmt: skip
+        return broken(
+            "layers",
+            f"the checkpoint names {list(ids)}, {how} {list(spec.aux_layers)} of the data set that it was trained on",
+            f"write {LAYER_IDS} = {list(spec.aux_layers)} into {CONFIG}, each less one into eagle_config",
+            **numbers,
+        )
     if max(ids) > spec.num_layers or min(ids) < 0:
-        return broken("layers", f"{list(ids)} lie outside 0..{spec.num_layers}, the target's hidden-state indices",
-                      "name the layers that it was trained with", **numbers)  # fmt: skip
+        return broken(
+            "layers",
+            f"{list(ids)} lie outside 0..{spec.num_layers}, the target's hidden-state indices",
+            "name the layers that it was trained with",
+            **numbers,
+        )
     # An engine that finds no key of its own falls back, which is harmless where the fallback is the same.
     lonely = len(told) == 1 and list(ids) != fallback and "training" not in names
     note = f"only {next(iter(told))} names them: another engine would fall back to {fallback}" if lonely else ""
@@ -223,26 +241,44 @@ def judge_map(paper: Paper, vocab_size: int) -> Finding:
     if "d2t" not in paper.shapes:
         if size == vocab_size:
             return ok("vocab", f"all {size:,} tokens of the target", **numbers)
-        return broken("vocab", f"no d2t for {size:,} of {vocab_size:,} tokens: engines take the first {size:,}", remake,
-                      **numbers)  # fmt: skip
+        return broken(
+            "vocab", f"no d2t for {size:,} of {vocab_size:,} tokens: engines take the first {size:,}", remake, **numbers
+        )
     d2t = paper.tensor("d2t").to(torch.int64).flatten()
     used = paper.tensor("t2d").bool().flatten() if "t2d" in paper.shapes else None
     if len(d2t) != size or (used is not None and len(used) != vocab_size):
-        return broken("vocab", f"d2t has {len(d2t):,} entries, t2d {len(used) if used is not None else 0:,}; "
-                      f"{size:,} and {vocab_size:,} wanted", remake, **numbers)  # fmt: skip
+        return broken(
+            "vocab",
+            f"d2t has {len(d2t):,} entries, t2d {len(used) if used is not None else 0:,}; {size:,} and {vocab_size:,} "
+            "wanted",
+            remake,
+            **numbers,
+        )
     ids = d2t + torch.arange(len(d2t))
     wanted = None if used is None else torch.nonzero(used)[:, 0]
     if is_absolute(d2t, wanted, vocab_size):
-        return broken("vocab", "d2t holds the target's ids themselves, not offsets (id - draft id)",
-                      "subtract 0, 1, 2, … from d2t", **numbers)  # fmt: skip
+        return broken(
+            "vocab",
+            "d2t holds the target's ids themselves, not offsets (id - draft id)",
+            "subtract 0, 1, 2, … from d2t",
+            **numbers,
+        )
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or bool((ids.diff() <= 0).any())):
-        return broken("vocab", f"d2t leads to tokens {int(ids.min()):,}..{int(ids.max()):,} of {vocab_size:,}, "
-                      f"{int((ids.diff() <= 0).sum()):,} of them not ascending", remake, **numbers)  # fmt: skip
+        return broken(
+            "vocab",
+            f"d2t leads to tokens {int(ids.min()):,}..{int(ids.max()):,} of {vocab_size:,}, "
+            f"{int((ids.diff() <= 0).sum()):,} of them not ascending",
+            remake,
+            **numbers,
+        )
     if wanted is not None and not torch.equal(ids, wanted):
         other = int((~used[ids]).sum()) if used is not None else 0
-        return broken("vocab", f"t2d marks {len(wanted):,} tokens, d2t names {len(ids):,}, of which t2d lacks "
-                               f"{other:,}",
-                      remake, **numbers)  # fmt: skip
+        return broken(
+            "vocab",
+            f"t2d marks {len(wanted):,} tokens, d2t names {len(ids):,}, of which t2d lacks {other:,}",
+            remake,
+            **numbers,
+        )
     return ok("vocab", f"{size:,} of {vocab_size:,} tokens, d2t and t2d agree", **numbers)
 
 

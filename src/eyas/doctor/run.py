@@ -17,7 +17,8 @@ import torch
 from eyas.config import Config
 from eyas.data.table import SampleTable
 from eyas.doctor import behaviour, masks, paper, serving, states, text
-from eyas.doctor.bench import Bench, Drafts
+from eyas.doctor.behaviour import Trial
+from eyas.doctor.bench import STEPS
 from eyas.doctor.findings import LINKS, Finding, Report, broken, first_broken, ok, unknown
 from eyas.doctor.live import Live, decode_questions
 from eyas.doctor.material import PROMPTS, Material, rows_of_answers
@@ -144,10 +145,16 @@ class _Examination:
         known = {} if isinstance(again, str) else material.spans_of(again.masks)
         self._found(
             text.judge_template(
-                metadata, loaded, config.target, config.data, samples=[m.token_ids for m in masked], again=again,
-                in_table=len(known), resplit=resplit,
+                metadata,
+                loaded,
+                config.target,
+                config.data,
+                samples=[m.token_ids for m in masked],
+                again=again,
+                in_table=len(known),
+                resplit=resplit,
             )
-        )  # fmt: skip
+        )
         self._found(
             masks.judge_mask(
                 masked,
@@ -171,15 +178,14 @@ class _Examination:
         self._found(aux)
         self._say("the drafter on stored states")
         self._found(self._layers(layers, vocab))
-        bench, drafts = self._trial()
-        self._found(self._vocab(vocab, bench, drafts))
+        trial = self._trial()
+        self._found(self._vocab(vocab, trial))
         # With a map that is broken nothing is right, and nothing could make it better.
-        able = self._broken("aux", "layers", "vocab") is None
-        self._found(self._embedding(*((bench, drafts) if able else (None, None))))
-        able = able and self._broken("embedding") is None
-        self._found(self._rope(*((bench, drafts) if able else (None, None))))
-        self._found(self._accuracy(bench, drafts))
-        self._found(self._decoding(bench, drafts))
+        able = trial if self._broken("aux", "layers", "vocab") is None else None
+        self._found(self._embedding(able))
+        self._found(self._rope(able if self._broken("embedding") is None else None))
+        self._found(self._accuracy(trial))
+        self._found(self._decoding(trial))
 
     def _load(self, written: list[Finding]) -> None:
         given, target = self.config.evaluate.aux_layers, self.config.target
@@ -198,15 +204,15 @@ class _Examination:
         self.dtype = info.dtype
         self._found(ok("files", f"{len(self.paper.shapes)} tensors, {info.layout} layout, {info.dtype}"))
 
-    def _trial(self) -> tuple[Bench | None, Drafts | None]:
+    def _trial(self) -> Trial | None:
         """The drafter as it is, on what is stored; None where that says nothing."""
-        draft = self.draft
-        if draft is None or self.material.norm is None or self._broken(*_DATA) is not None:
-            return None, None
+        draft, vocab_map = self.draft, self.vocab_map
+        if draft is None or vocab_map is None or self.material.norm is None or self._broken(*_DATA) is not None:
+            return None
         if not set(draft.shape.aux_layers) <= set(self.spec.aux_layers):
-            return None, None
+            return None
         bench = self.material.bench(range(len(self.material.chosen)), draft)
-        return bench, None if bench is None else bench.run(draft)
+        return None if bench is None else Trial(bench, draft, vocab_map, bench.run(draft))
 
     def _layers(self, finding: Finding, vocab: Finding) -> Finding:
         """Paper first; then what the weights want, from states that were computed again."""
@@ -223,18 +229,15 @@ class _Examination:
         both = {**finding.numbers, **found.numbers}
         return dataclasses.replace(finding, text=f"{finding.text}; {found.text}", numbers=both)
 
-    def _vocab(self, finding: Finding, bench: Bench | None, drafts: Drafts | None) -> Finding:
-        draft, vocab_map = self.draft, self.vocab_map
-        if finding.state != "ok" or draft is None or vocab_map is None or bench is None or drafts is None:
+    def _vocab(self, finding: Finding, trial: Trial | None) -> Finding:
+        if finding.state != "ok" or trial is None:
             return finding
-        head, counts = (
-            draft.lm_head.weight.detach().cpu(),
-            self.material.samples.supervised_counts(self.spec.vocab_size),
-        )
-        rows = behaviour.find_head_rows(head, vocab_map.target_ids, self.material.head)
-        return behaviour.judge_vocab(bench, drafts, vocab_map, counts, rows, finding.text)
+        head = trial.draft.lm_head.weight.detach().cpu()
+        rows = behaviour.find_head_rows(head, trial.vocab_map.target_ids, self.material.head)
+        counts = self.material.samples.supervised_counts(self.spec.vocab_size)
+        return behaviour.judge_vocab(trial, counts, rows, finding.text)
 
-    def _embedding(self, bench: Bench | None, drafts: Drafts | None) -> Finding:
+    def _embedding(self, trial: Trial | None) -> Finding:
         draft = self.draft
         if not paper.has_embedding(self.paper):
             return ok("embedding", "not in the checkpoint: engines share the target's")
@@ -244,27 +247,29 @@ class _Examination:
             return unknown("embedding", "the checkpoint could not be loaded")
         if draft.shape.own_embedding:
             return ok("embedding", f"its own, for another hidden size ({draft.shape.hidden_size})")
-        return behaviour.judge_embedding(
-            bench, drafts, draft, self.vocab_map, self.material.head.embedding(), self.dtype
-        )
+        return behaviour.judge_embedding(draft, self.material.head.embedding(), self.dtype, trial)
 
-    def _rope(self, bench: Bench | None, drafts: Drafts | None) -> Finding:
+    def _rope(self, trial: Trial | None) -> Finding:
         try:
             fresh = draft_shape(self.material.files.config, self.spec)
             here = plain_rope(standard_rope(self.paper.layer))
         except ConfigError as error:
             return unknown("rope", str(error))
-        positions = self.paper.layer.get("max_position_embeddings")
-        return behaviour.judge_rope(
-            bench, drafts, self.draft, self.vocab_map, here, fresh,
-            positions if isinstance(positions, int) else None, int(self.material.samples.token_counts.max()),
-        )  # fmt: skip
+        reach = self.paper.layer.get("max_position_embeddings")
+        positions = behaviour.Positions(
+            rope=here,
+            max_positions=reach if isinstance(reach, int) else None,
+            fresh=fresh,
+            longest_sample=int(self.material.samples.token_counts.max()),
+            recorded=bool(self.paper.own),
+        )
+        return behaviour.judge_rope(positions, trial)
 
-    def _accuracy(self, bench: Bench | None, drafts: Drafts | None) -> Finding:
+    def _accuracy(self, trial: Trial | None) -> Finding:
         upstream = self._broken(*_BEFORE_ACCURACY)
-        if bench is None or drafts is None or self.vocab_map is None:
+        if trial is None:
             return unknown("accuracy", _behind(upstream) if upstream else self._why_no_bench())
-        outcome = bench.judge(drafts, self.vocab_map)
+        outcome, bench = trial.outcome(), trial.bench
         if upstream is not None:
             shown = f"step 0: {outcome.of(bench.held_out).accuracy:.3f} held out"
             return unknown("accuracy", f"{_behind(upstream)}; {shown}")
@@ -285,7 +290,7 @@ class _Examination:
 
     # -- decoding and serving ------------------------------------------------------------------------------------------
 
-    def _decoding(self, bench: Bench | None, drafts: Drafts | None) -> Finding:
+    def _decoding(self, trial: Trial | None) -> Finding:
         material, draft, vocab_map = self.material, self.draft, self.vocab_map
         if upstream := self._broken(*_BEFORE_ACCURACY, "accuracy"):
             return unknown("decoding", _behind(upstream))
@@ -294,7 +299,7 @@ class _Examination:
         if why or draft is None or vocab_map is None:
             return unknown("decoding", why or "the checkpoint could not be loaded")
         self._say("decoding a few prompts")
-        chain = 3 if bench is None else bench.num_steps
+        chain = STEPS
         try:
             engine = self.engine or material.engine(draft.shape.aux_layers)
             self.engine = engine
@@ -302,9 +307,9 @@ class _Examination:
             self.ours = decode_questions(self.live, questions, chain=chain)
         except EyasError as error:
             return unknown("decoding", str(error))
-        if bench is None or drafts is None:
+        if trial is None:
             return unknown("decoding", self._why_no_bench())
-        promised = bench.judge(drafts, vocab_map, rows_of_answers(bench, questions))
+        promised = trial.bench.judge(trial.drafts, vocab_map, rows_of_answers(trial.bench, questions))
         return serving.judge_decoding(promised, self.ours, chain)
 
     def _serve(self) -> None:
@@ -333,9 +338,10 @@ class _Examination:
             self._found(self._tokens(server))
         upstream = self._broken(*LINKS)
         self._found(
-            unknown("serving", _behind(upstream)) if upstream else
-            serving.judge_serving(about, served, self.ours, chain)
-        )  # fmt: skip
+            unknown("serving", _behind(upstream))
+            if upstream
+            else serving.judge_serving(about, served, self.ours, chain)
+        )
 
     def _tokens(self, server: Server) -> Finding:
         again = self.rendered

@@ -15,8 +15,11 @@ import httpx
 from eyas.errors import ConfigError
 
 TIMEOUT_S = 300.0
-_COUNTER = re.compile(r"^vllm:(spec_decode_num_drafts|spec_decode_num_draft_tokens|spec_decode_num_accepted_tokens|"
-                      r"generation_tokens)(?:_total)?(?:\{[^}]*\})?\s+(\S+)$", re.MULTILINE)  # fmt: skip
+_COUNTER = re.compile(
+    r"^vllm:(spec_decode_num_drafts|spec_decode_num_draft_tokens|spec_decode_num_accepted_tokens|"
+    r"generation_tokens)(?:_total)?(?:\{[^}]*\})?\s+(\S+)$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,12 @@ class Server:
     def _vllm(self, prompt: Sequence[int], max_new_tokens: int) -> Answer | str:
         before = self.counters()
         body = {
-            "model": self.about.model, "prompt": list(prompt), "max_tokens": max_new_tokens, "temperature": 0,
+            "model": self.about.model,
+            "prompt": list(prompt),
+            "max_tokens": max_new_tokens,
+            "temperature": 0,
             "return_token_ids": True,
-        }  # fmt: skip
+        }
         found = self._json("POST", "/v1/completions", body)
         if isinstance(found, str):
             return found

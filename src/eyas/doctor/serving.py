@@ -48,20 +48,27 @@ def judge_decoding(promised: Outcome, decoded: Sequence[Ours], chain: int) -> Fi
     accepted = np.array([o.accepted for o in decoded], dtype=np.float64)
     verifications = np.array([o.verifications for o in decoded], dtype=np.float64)
     now, now_low, now_high = (1 + x for x in interval(accepted, verifications))
-    numbers: dict[str, Any] = {"promised": [value, low, high], "decoded": [now, now_low, now_high],
-               "prompts": len(decoded),
-               "verifications": int(verifications.sum()), "num_draft_tokens": chain}  # fmt: skip
+    numbers: dict[str, Any] = {
+        "promised": [value, low, high],
+        "decoded": [now, now_low, now_high],
+        "prompts": len(decoded),
+        "verifications": int(verifications.sum()),
+        "num_draft_tokens": chain,
+    }
     text = (
-        f"acceptance length {now:.2f} [{now_low:.2f}, {now_high:.2f}] on {len(decoded)} prompts, the stored states "
-        f"of the "
-        f"same samples promise {value:.2f} [{low:.2f}, {high:.2f}] (chains of {chain})"
+        f"acceptance length {now:.2f} [{now_low:.2f}, {now_high:.2f}] on {len(decoded)} prompts, the stored states of "
+        f"the same samples promise {value:.2f} [{low:.2f}, {high:.2f}] (chains of {chain})"
     )
     if not verifications.sum():
         return unknown("decoding", "every answer ended with its first token", **numbers)
     if len(decoded) >= MIN_PROMPTS and now_high < low and value - now > max(0.05, 0.2 * (value - 1)):
-        return broken("decoding", f"{text}", "the stored states are not what the target computes now: capture again "
-                                             "with the "
-                      "engine and dtype that serve", **numbers)  # fmt: skip
+        return broken(
+            "decoding",
+            f"{text}",
+            "the stored states are not what the target computes now: capture again with the engine and dtype that "
+            "serve",
+            **numbers,
+        )
     return ok("decoding", text, **numbers)
 
 
@@ -73,43 +80,58 @@ def length_of(decoded: Sequence[Ours]) -> float | None:
 
 def judge_engine(about: About, served: Served, ours_length: float | None) -> Finding:
     """Does the server speculate at all, and with EAGLE-3?"""
-    numbers: dict[str, Any] = {"kind": about.kind, "version": about.version, "algorithm": about.algorithm,
-               "verifications": served.verifications, "accepted": served.accepted}  # fmt: skip
+    numbers: dict[str, Any] = {
+        "kind": about.kind,
+        "version": about.version,
+        "algorithm": about.algorithm,
+        "verifications": served.verifications,
+        "accepted": served.accepted,
+    }
     who = f"{about.kind} {about.version}".strip()
     if about.kind == "sglang":
         if not about.algorithm:
             return broken("engine", f"{who} serves without speculative decoding", f"start it with {ADVICE}", **numbers)
         if about.algorithm.upper() != "EAGLE3":
-            return broken("engine", f"{who} runs --speculative-algorithm {about.algorithm}: an EAGLE-3 drafter "
-                                    f"needs EAGLE3 "
-                          f"(with EAGLE nothing is accepted, without an error)",
-                          f"start it with {ADVICE}", **numbers)  # fmt: skip
+            return broken(
+                "engine",
+                f"{who} runs --speculative-algorithm {about.algorithm}: an EAGLE-3 drafter needs EAGLE3 (with EAGLE "
+                "nothing is accepted, without an error)",
+                f"start it with {ADVICE}",
+                **numbers,
+            )
     if not served.answers:
         return unknown("engine", f"{who}: {served.failures[0] if served.failures else 'no prompt was sent'}", **numbers)
-    if not served.counted or not served.verifications:
-        what = "counts no drafts" if about.kind == "vllm" else "counts no verifications"
-        if about.kind == "vllm":
-            return broken("engine", f"{who} {what}: it serves without speculative decoding",
-                          "start it with --speculative-config '{\"method\": \"eagle3\", \"model\": \"DIR\", "
-                          "\"num_speculative_tokens\": 3}'", **numbers)  # fmt: skip
-        return unknown("engine", f"{who} {what} in meta_info", **numbers)
+    if about.kind == "vllm" and not served.counted:
+        options = '{"method": "eagle3", "model": "DIR", "num_speculative_tokens": 3}'
+        text = f"{who} counts no drafts: it serves without speculative decoding"
+        return broken("engine", text, f"start it with --speculative-config '{options}'", **numbers)
+    if not served.verifications:
+        return unknown("engine", f"{who} counted no verification of {len(served.answers)} answers", **numbers)
     told = f"{who}, {about.algorithm or 'speculating'}"
     if served.accepted == 0 and served.verifications >= MIN_VERIFICATIONS and (ours_length or 0.0) > 1.1:
-        return broken("engine", f"{told}: acceptance length is exactly 1.00 over {served.verifications} "
-                                f"verifications, decoding "
-                      f"here gives {ours_length:.2f}: the drafter gets no auxiliary states, or another method runs it",
-                      f"SGLang: {ADVICE}; vLLM: \"method\": \"eagle3\" in --speculative-config", **numbers)  # fmt: skip
+        return broken(
+            "engine",
+            f"{told}: acceptance length is exactly 1.00 over {served.verifications} verifications, decoding here "
+            f"gives {ours_length:.2f}: the drafter gets no auxiliary states, or another method runs it",
+            f'SGLang: {ADVICE}; vLLM: "method": "eagle3" in --speculative-config',
+            **numbers,
+        )
     return ok("engine", f"{told}, {served.verifications} verifications on {len(served.answers)} prompts", **numbers)
 
 
-def judge_served(about: About, paper: Paper, target: Path, digest: str, quantised: str, served: Served,
-                 ours: Sequence[Ours]) -> Finding:  # fmt: skip
+def judge_served(
+    about: About, paper: Paper, target: Path, digest: str, quantised: str, served: Served, ours: Sequence[Ours]
+) -> Finding:
     """Has the server these weights? By its own paths where they can be read here, and by what it answers."""
     said: list[str] = []
     numbers: dict[str, Any] = {"model": about.model, "draft": about.draft, "quantisation": about.quantisation}
     if about.quantisation and about.quantisation.lower() not in (quantised.lower(), "none"):
-        return broken("served", f"the server quantises the target ({about.quantisation}), captured was {quantised}",
-                      "capture from the target as it is served, or serve it as it was captured", **numbers)  # fmt: skip
+        return broken(
+            "served",
+            f"the server quantises the target ({about.quantisation}), captured was {quantised}",
+            "capture from the target as it is served, or serve it as it was captured",
+            **numbers,
+        )
     there = Path(about.model)
     if about.model and (there / "config.json").is_file():
         try:
@@ -118,25 +140,39 @@ def judge_served(about: About, paper: Paper, target: Path, digest: str, quantise
             return unknown("served", f"the server's target {there} cannot be read: {error}", **numbers)
         numbers["target_digest"] = other
         if other != digest or how != quantised:
-            return broken("served", f"the server's target {there} has digest {other[:12]}… ({how}), target.path "
-                                    f"{digest[:12]}… "
-                          f"({quantised})", "serve the target that was captured", **numbers)  # fmt: skip
+            return broken(
+                "served",
+                f"the server's target {there} has digest {other[:12]}… ({how}), target.path {digest[:12]}… "
+                f"({quantised})",
+                "serve the target that was captured",
+                **numbers,
+            )
         said.append("target of the same digest")
     if about.draft and (Path(about.draft) / "config.json").is_file():
         found = _differences(paper, Path(about.draft))
         if found:
-            return broken("served", f"the server's drafter {about.draft} is another one: {found}",
-                          f"start it with {paper.directory}", **numbers)  # fmt: skip
+            return broken(
+                "served",
+                f"the server's drafter {about.draft} is another one: {found}",
+                f"start it with {paper.directory}",
+                **numbers,
+            )
         said.append("drafter of the same bytes")
-    same = [a.token_ids[:BEGINNING] == o.token_ids[:BEGINNING] for a, o in zip(served.answers, ours, strict=False)
-            if a.token_ids and o.token_ids]  # fmt: skip
+    same = [
+        a.token_ids[:BEGINNING] == o.token_ids[:BEGINNING]
+        for a, o in zip(served.answers, ours, strict=False)
+        if a.token_ids and o.token_ids
+    ]
     if same:
         numbers["same_beginnings"] = [sum(same), len(same)]
         if len(same) >= MIN_PROMPTS and sum(same) < SAME_ANSWERS * len(same):
-            return broken("served", f"only {sum(same)} of {len(same)} answers begin as the target's own greedy "
-                                    f"ones: another "
-                          "target or another quantisation answers "
-                          "there", "serve the target that was captured", **numbers)  # fmt: skip
+            return broken(
+                "served",
+                f"only {sum(same)} of {len(same)} answers begin as the target's own greedy ones: another target or "
+                "another quantisation answers there",
+                "serve the target that was captured",
+                **numbers,
+            )
         said.append(f"{sum(same)} of {len(same)} greedy answers begin as decoding here does")
     if not said:
         return unknown("served", "its paths cannot be read from here, and there are no answers to compare", **numbers)
@@ -154,10 +190,13 @@ def judge_tokens(pairs: Sequence[tuple[list[int], list[int]]], failure: str) -> 
     mine, theirs = wrong[0]
     at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
     how = "a doubled first token" if theirs[:1] == theirs[1:2] and theirs[1:] == mine else f"first at token {at}"
-    return broken("tokens", f"{len(wrong)} of {len(pairs)} conversations become other token ids there: {how} "
-                  f"({len(mine)} tokens in training, {len(theirs)} there)",
-                  "serve with the chat template, its options and the tokeniser that the samples were made with",
-                  **numbers)  # fmt: skip
+    return broken(
+        "tokens",
+        f"{len(wrong)} of {len(pairs)} conversations become other token ids there: {how} ({len(mine)} tokens in "
+        f"training, {len(theirs)} there)",
+        "serve with the chat template, its options and the tokeniser that the samples were made with",
+        **numbers,
+    )
 
 
 def judge_serving(about: About, served: Served, ours: Sequence[Ours], chain: int) -> Finding:
@@ -172,26 +211,37 @@ def judge_serving(about: About, served: Served, ours: Sequence[Ours], chain: int
     drawn = np.random.default_rng(0).integers(count, size=(NUM_RESAMPLES, count))
     a, b = theirs[drawn].sum(axis=1), mine[drawn].sum(axis=1)
     ratio = np.quantile((1 + a[:, 0] / np.maximum(1, a[:, 1])) / (1 + b[:, 0] / np.maximum(1, b[:, 1])), [0.005, 0.995])
-    numbers: dict[str, Any] = {"there": there, "interval": [1 + low, 1 + high], "here": here, "prompts": count,
-               "ratio": [float(r) for r in ratio], "foreign_tokens": served.foreign_tokens,
-               "verifications": served.verifications}  # fmt: skip
+    numbers: dict[str, Any] = {
+        "there": there,
+        "interval": [1 + low, 1 + high],
+        "here": here,
+        "prompts": count,
+        "ratio": [float(r) for r in ratio],
+        "foreign_tokens": served.foreign_tokens,
+        "verifications": served.verifications,
+    }
     tree = f", a tree of top-k {about.topk}" if (about.topk or 1) > 1 else ""
     text = (
         f"acceptance length {there:.2f} [{1 + low:.2f}, {1 + high:.2f}] there{tree}, {here:.2f} here, chains of "
-        f"{chain}, on the "
-        f"same {count} prompts ({served.verifications} verifications there)"
+        f"{chain}, on the same {count} prompts ({served.verifications} verifications there)"
     )
     if served.foreign_tokens > 0.05 * sum(len(a.token_ids) for a in served.answers):
-        return unknown("serving", f"{text}; its counters also saw {served.foreign_tokens} tokens of other requests: "
-                                  f"ask a "
-                       "server that nobody else uses", **numbers)  # fmt: skip
+        return unknown(
+            "serving",
+            f"{text}; its counters also saw {served.foreign_tokens} tokens of other requests: ask a server that "
+            "nobody else uses",
+            **numbers,
+        )
     if count < MIN_PROMPTS:
         return unknown("serving", f"{text}; {count} prompts are too few", **numbers)
     if there - 1 < LESS * (here - 1) and ratio[1] < 1 and here - there > 0.05:
-        return broken("serving", f"the drafter is served wrongly: {text}",
-                      "compare layer ids, rope and dtype that the server logs with the checkpoint's; 'eyas export "
-                      "--check' "
-                      "audits what the engine reads", **numbers)  # fmt: skip
+        return broken(
+            "serving",
+            f"the drafter is served wrongly: {text}",
+            "compare layer ids, rope and dtype that the server logs with the checkpoint's; 'eyas export --check' "
+            "audits what the engine reads",
+            **numbers,
+        )
     return ok("serving", text, **numbers)
 
 

@@ -79,26 +79,39 @@ def judge_states(spec: CaptureSpec, stored: Sequence[Mapping[int, FloatArray]], 
     if wrong:
         shifts = {j - k for k, j in wrong.items()}
         how = f"shifted by {shifts.pop():+d}" if len(shifts) == 1 and len(wrong) == len(errors) else "not as named"
-        each = ", ".join(f"hidden.{k} holds hidden state {j} (error {errors[k][j]:.2g}, to {k} {errors[k][k]:.2g})"
-                         for k, j in wrong.items())  # fmt: skip
-        return broken("states", f"the data set's layers are {how}: {each}",
-                      "capture anew with an engine whose layer numbers are translated, and train on that; a drafter "
-                      "trained on these states needs them so when it serves", **numbers)  # fmt: skip
+        each = ", ".join(
+            f"hidden.{k} holds hidden state {j} (error {errors[k][j]:.2g}, to {k} {errors[k][k]:.2g})"
+            for k, j in wrong.items()
+        )
+        return broken(
+            "states",
+            f"the data set's layers are {how}: {each}",
+            "capture anew with an engine whose layer numbers are translated, and train on that; a drafter trained on "
+            "these states needs them so when it serves",
+            **numbers,
+        )
     if strange:
         each = ", ".join(
             f"hidden.{k} by {errors[k][k]:.2g} (nearest: {nearest[k]}, {errors[k][nearest[k]]:.2g})" for k in strange
         )
-        return broken("states", f"stored values differ from the target's at every index near: {each}",
-                      "other weights, positions or a broken capture: run 'eyas verify', then capture "
-                      "anew", **numbers)  # fmt: skip
+        return broken(
+            "states",
+            f"stored values differ from the target's at every index near: {each}",
+            "other weights, positions or a broken capture: run 'eyas verify', then capture anew",
+            **numbers,
+        )
     own = ", ".join(f"{k}: {by[k]:.1e} (next {_second(by, k):.2g})" for k, by in errors.items())
     return ok("states", f"{len(seen)} samples captured again, relative error by index: {own}", **numbers)
 
 
 def judge_norm(
-    spec: CaptureSpec, last: Sequence[torch.Tensor], head: HeadTensors, scale: torch.Tensor,
-    agreement: Mapping[str, float], seen: Sequence[Seen] = (),
-) -> Finding:  # fmt: skip
+    spec: CaptureSpec,
+    last: Sequence[torch.Tensor],
+    head: HeadTensors,
+    scale: torch.Tensor,
+    agreement: Mapping[str, float],
+    seen: Sequence[Seen] = (),
+) -> Finding:
     """Is the last state normed? A row behind a norm, its weights taken off, has a root mean square of 1.
 
     `last`: `[T, H]` of some samples; `scale [H]` what the norm multiplies by; `agreement`: share of supervised tokens
@@ -110,11 +123,16 @@ def judge_norm(
     rms = ((rows - bias)[:, used] / scale[used]).square().mean(1).sqrt()
     normed = float(((rms - 1).abs() < RMS_TOLERANCE).float().mean())
     found = "post" if normed > 0.9 else "pre" if normed < 0.5 else "neither"
-    numbers: dict[str, Any] = {"spec": spec.last_hidden_norm, "found": found, "median_rms": float(rms.median()),
-               "normed_rows": normed, "agreement": dict(agreement)}  # fmt: skip
+    numbers: dict[str, Any] = {
+        "spec": spec.last_hidden_norm,
+        "found": found,
+        "median_rms": float(rms.median()),
+        "normed_rows": normed,
+        "agreement": dict(agreement),
+    }
     text = (
-        f"median root mean square {float(rms.median()):.3g} (1 behind the norm); the text's tokens are the "
-        f"likeliest in " + ", ".join(f"{share:.1%} of the rows read as {name}" for name, share in agreement.items())
+        f"median root mean square {float(rms.median()):.3g} (1 behind the norm); the text's tokens are the likeliest "
+        "in " + ", ".join(f"{share:.1%} of the rows read as {name}" for name, share in agreement.items())
     )
     if spec.last_hidden_norm == "unknown":
         return broken(
@@ -123,16 +141,24 @@ def judge_norm(
     if found == "neither":
         return broken("norm", f"some rows are normed and some are not; {text}", "capture anew", **numbers)
     if found != spec.last_hidden_norm:
-        return broken("norm", f"the data set says {spec.last_hidden_norm}, its values are {found}-norm: {text}",
-                      f"capture anew, or correct last_hidden_norm to '{found}' where the data set was made; then train "
-                      "again: the teacher was wrong", **numbers)  # fmt: skip
+        return broken(
+            "norm",
+            f"the data set says {spec.last_hidden_norm}, its values are {found}-norm: {text}",
+            f"capture anew, or correct last_hidden_norm to '{found}' where the data set was made; then train again: "
+            "the teacher was wrong",
+            **numbers,
+        )
     if seen:
         now = [one.last if found == "post" else one.hidden[spec.num_layers] for one in seen]
         error = float(np.median([median_row_error(a.float().numpy(), b) for a, b in zip(last, now, strict=False)]))
         numbers["error"] = error
         if error > max(TOLERANCES[spec.dtype].states, 0.2):
-            return broken("norm", f"the last state differs from the target's by {error:.2g} relative; {text}",
-                          "other weights or positions: capture anew", **numbers)  # fmt: skip
+            return broken(
+                "norm",
+                f"the last state differs from the target's by {error:.2g} relative; {text}",
+                "other weights or positions: capture anew",
+                **numbers,
+            )
         text += f"; captured again it differs by {error:.1e}"
     return ok("norm", f"{found}-norm as the data set says: {text}", **numbers)
 
@@ -158,25 +184,38 @@ def judge_shift(
         for layers in [whole, *singles]:
             if inside(layers):
                 tried[layers] = gain(before, outcome(layers))
-    numbers: dict[str, Any] = {"named": list(named), "length": before.length, "rows": bench.num_rows,
-               "others": {str(list(layers)): g.after for layers, g in tried.items()}}  # fmt: skip
+    numbers: dict[str, Any] = {
+        "named": list(named),
+        "length": before.length,
+        "rows": bench.num_rows,
+        "others": {str(list(layers)): g.after for layers, g in tried.items()},
+    }
     if not tried or not bench.num_rows:
         return unknown("layers", "no neighbouring layers to try", **numbers)
-    best = max(tried, key=lambda layers: tried[layers].after)
+    # All layers off alike is the common fault; the shallow ones matter so little that one alone may look as well.
+    clear = [layers for layers, one in tried.items() if one.clear]
+    uniform = [layers for layers in clear if len({a - b for a, b in zip(named, layers, strict=True)}) == 1]
+    best = max(uniform or clear or tried, key=lambda layers: tried[layers].after)
     g = tried[best]
-    if g.clear:
-        shifts = {a - b for a, b in zip(named, best, strict=True)}
-        how = f" (all by {shifts.pop():+d})" if len(shifts) == 1 else ""
-        return broken("layers", f"the checkpoint names {list(named)}{how}, but drafts better from {list(best)}: "
-                                f"acceptance "
-                      f"length {g.after:.2f} instead of {g.before:.2f} on {g.samples} samples",
-                      f"write {list(best)} (hidden-state indices) into config.json, each less one into eagle_config",
-                      **numbers)  # fmt: skip
+    if clear:
+        how = f" (all by {named[0] - best[0]:+d})" if uniform else ""
+        text = (
+            f"the checkpoint names {list(named)}{how}, but drafts better from {list(best)}: acceptance length "
+            f"{g.after:.2f} instead of {g.before:.2f} on {g.samples} samples"
+        )
+        do = f"write {list(best)} (hidden-state indices) into config.json, each less one into eagle_config"
+        return broken("layers", text, do, **numbers)
     losses = sum(one.clear_loss for one in tried.values())
-    told = f"{losses} of {len(tried)} neighbouring choices are clearly worse" if losses else (
-        "too weak or too few samples to tell neighbouring layers apart")  # fmt: skip
-    return ok("layers", f"{list(named)} give acceptance length {before.length:.2f}, the best neighbours {g.after:.2f} "
-              f"({told})", **numbers)  # fmt: skip
+    told = (
+        f"{losses} of {len(tried)} neighbouring choices are clearly worse"
+        if losses
+        else ("too weak or too few samples to tell neighbouring layers apart")
+    )
+    return ok(
+        "layers",
+        f"{list(named)} give acceptance length {before.length:.2f}, the best neighbours {g.after:.2f} ({told})",
+        **numbers,
+    )
 
 
 def _second(errors: Mapping[int, float], k: int) -> float:

@@ -203,9 +203,16 @@ def resplit_share(tokenizer: Tokenizer, samples: Sequence[tuple[TokenIds, Sequen
 
 
 def judge_template(
-    metadata: TableMetadata, text: Text | str, target: TargetConfig, data: DataConfig, *,
-    samples: Sequence[TokenIds], again: Rerendered | str, in_table: int, resplit: tuple[float, int] | None,
-) -> Finding:  # fmt: skip
+    metadata: TableMetadata,
+    text: Text | str,
+    target: TargetConfig,
+    data: DataConfig,
+    *,
+    samples: Sequence[TokenIds],
+    again: Rerendered | str,
+    in_table: int,
+    resplit: tuple[float, int] | None,
+) -> Finding:
     """Digests first, then the conversations rendered anew, then what the token ids themselves show.
 
     `in_table`: how many of the samples that were rendered anew the table has.
@@ -232,24 +239,39 @@ def judge_template(
             "template", f"the samples were made with another {' and another '.join(changed)}", again_do, **numbers
         )
     if twice > DOUBLED:
-        return broken("template", f"{twice:.0%} of the samples begin with the same special token twice",
-                      "tokenise without adding special tokens: the template writes its own", **numbers)  # fmt: skip
+        return broken(
+            "template",
+            f"{twice:.0%} of the samples begin with the same special token twice",
+            "tokenise without adding special tokens: the template writes its own",
+            **numbers,
+        )
     said = [f"{', '.join(what for what, _, _ in parts)} unchanged"] if parts else []
     if isinstance(again, Rerendered):
-        numbers |= {"rendered": len(again.masks), "in_table": in_table, "prompts": again.prompts,
-                    "prompts_differ": again.prompts_differ}  # fmt: skip
+        numbers |= {
+            "rendered": len(again.masks),
+            "in_table": in_table,
+            "prompts": again.prompts,
+            "prompts_differ": again.prompts_differ,
+        }
         if again.prompts_differ > DOUBLED * again.prompts:
-            return broken("template", f"{again.prompts_differ} of {again.prompts} prompts are rendered to other "
-                                      f"token ids "
-                          f"today than those that were answered ({again.example})", again_do, **numbers)  # fmt: skip
+            return broken(
+                "template",
+                f"{again.prompts_differ} of {again.prompts} prompts are rendered to other token ids today than those "
+                f"that were answered ({again.example})",
+                again_do,
+                **numbers,
+            )
         if again.masks and in_table < LOST * len(again.masks):
             settings = settings_of(data, target) == metadata.settings_digest
             hint = (
                 "" if settings or not metadata.settings_digest else " (settings or target's text files changed since)"
             )
-            return broken("template", f"only {in_table} of {len(again.masks)} samples that the sources give today "
-                                      f"are in the "
-                          f"table{hint}", again_do, **numbers)  # fmt: skip
+            return broken(
+                "template",
+                f"only {in_table} of {len(again.masks)} samples that the sources give today are in the table{hint}",
+                again_do,
+                **numbers,
+            )
         if again.prompts:
             said.append(f"{again.prompts} prompts rendered again are the same token ids")
         if again.masks:
@@ -258,12 +280,14 @@ def judge_template(
     if resplit is not None:
         numbers |= {"resplit": resplit[0], "resplit_of": resplit[1]}
         if resplit[0] > RESPLIT:
-            return broken("template", f"at {resplit[0]:.1%} of {resplit[1]:,} supervised tokens the target would "
-                                      f"write the same "
-                          "text in other tokens: the answers were tokenised again",
-                          "generate with 'eyas generate' from servers that return token ids, then prepare, capture "
-                          "and train "
-                          "anew", **numbers)  # fmt: skip
+            return broken(
+                "template",
+                f"at {resplit[0]:.1%} of {resplit[1]:,} supervised tokens the target would write the same text in "
+                "other tokens: the answers were tokenised again",
+                "generate with 'eyas generate' from servers that return token ids, then prepare, capture and train "
+                "anew",
+                **numbers,
+            )
         said.append(f"same text in other tokens at {resplit[0]:.2%} of {resplit[1]:,} supervised tokens")
     if metadata.num_retokenized:
         note = f"{metadata.num_retokenized:,} of {metadata.num_kept:,} rows were tokenised again from text"
