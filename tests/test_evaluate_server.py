@@ -27,10 +27,12 @@ from eyas.errors import (
     EngineUnavailable,
     EyasError,
 )
-from eyas.evaluate.client import About, Answer
+from eyas.evaluate.answers import Answer
+from eyas.evaluate.client import About
 from eyas.evaluate.counters import Acceptance, Counters, difference, of_sglang, of_vllm, pooled, read_counters
 from eyas.evaluate.server import Servers, evaluate
-from eyas.evaluate.server_receipt import Level, Own, Run, ServerReceipt
+from eyas.evaluate.server_receipt import ServerReceipt
+from eyas.evaluate.server_runs import Level, Own, Run
 from eyas.generate.key import Key
 from eyas.log import Progress
 

@@ -25,6 +25,7 @@ from eyas.errors import ConfigError, Stopped
 
 if TYPE_CHECKING:
     from eyas.config import Config
+    from eyas.evaluate.server_runs import Own
 
 
 @app.command()
@@ -157,12 +158,12 @@ def _on_servers(
     from eyas.evaluate import server, server_receipt
     from eyas.generate.key import read_key
 
-    def own(num_draft_tokens: int | None) -> server_receipt.Own:
+    def own(num_draft_tokens: int | None) -> Own:
         assert draft is not None
         # In chains as long as the server's.
         k = num_draft_tokens or tree.evaluate.num_draft_tokens
         like = tree.model_copy(update={"evaluate": tree.evaluate.model_copy(update={"num_draft_tokens": k})})
-        own: server_receipt.Own = _in_process(like, draft, prompts, limit, progress)[1].own()
+        own: Own = _in_process(like, draft, prompts, limit, progress)[1].own()
         return own
 
     receipt = server.evaluate(

@@ -24,13 +24,14 @@ from eyas.evaluate.decode import Decoded, Target, decode, decode_plainly
 from eyas.evaluate.drafter import Drafter
 from eyas.evaluate.estimate import length_estimate
 from eyas.evaluate.prompts import BUILT_IN, Prompt, PromptReader, set_name, stop_ids
-from eyas.evaluate.server_receipt import Own
+from eyas.evaluate.server_runs import Own
 from eyas.log import Progress, human_time
 from eyas.model import checkpoint as engine_layout
 from eyas.target.files import target_digest
+from eyas.train.drafts import DECODING
 from eyas.train.metrics import Estimate
 
-FILE = "decoding.json"
+FILE = DECODING
 WARM_UP_TOKENS = 8
 
 FORMULAS = (

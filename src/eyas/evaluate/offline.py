@@ -27,6 +27,7 @@ from eyas.records import UNKNOWN
 from eyas.store.reader import DataSet
 from eyas.target.head import TargetHead
 from eyas.train.attention import causal_for
+from eyas.train.drafts import EVALUATION
 from eyas.train.loader import Batch, Loader
 from eyas.train.metrics import Summary, Tally, labels_of, slices, summarize
 from eyas.train.packs import evaluation_packs
@@ -37,7 +38,7 @@ from eyas.train.step import Lesson, Pass, count, lesson
 from eyas.train.teacher import Likeliest, TargetTeacher
 from eyas.train.ttt import Options
 
-FILE = "evaluation.json"
+FILE = EVALUATION
 
 FORMULAS = (
     "rows n: x[t+1] … x[t+2+s] all written by the target; v: of them, target's likeliest token in the draft vocabulary",

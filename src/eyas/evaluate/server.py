@@ -15,10 +15,12 @@ from pathlib import Path
 from eyas.config import DataConfig, EvaluateConfig, TargetConfig
 from eyas.data.tokenizer import tokenizer_files
 from eyas.errors import ConfigError, DataError, EngineError, EngineUnavailable
-from eyas.evaluate.client import About, Answer, Sampling, Server
+from eyas.evaluate.answers import Answer, Sampling
+from eyas.evaluate.client import About, Server
 from eyas.evaluate.counters import Acceptance, Counters, difference, of_counters
 from eyas.evaluate.prompts import BUILT_IN, Prompt, PromptReader, set_name, stop_ids
-from eyas.evaluate.server_receipt import Own, Run, ServerReceipt
+from eyas.evaluate.server_receipt import ServerReceipt
+from eyas.evaluate.server_runs import Own, Run
 from eyas.generate.key import Key
 from eyas.log import Progress
 from eyas.target.files import target_digest
