@@ -196,7 +196,7 @@ def test_text_that_the_target_would_write_in_longer_tokens() -> None:
 
 # -- serving -----------------------------------------------------------------------------------------------------------
 
-VLLM = About("vllm", "0", "target")
+VLLM = About("vllm", "0", "target", "target")
 
 
 def served(accepted: int, count: int, verifications: int = 20) -> Served:

@@ -57,6 +57,8 @@ class StandIn:
     def reply(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if self.kind == "sglang" and (method, path) == ("GET", "/server_info"):
             return 200, self.about
+        if self.kind == "vllm" and body.get("model", "its name") != "its name":
+            return 404, {"error": "no such model"}
         if (method, path) == ("POST", "/tokenize"):
             text = self.tokenizer.apply_chat_template(body["messages"], tokenize=False, add_generation_prompt=True)
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -71,7 +73,7 @@ class StandIn:
             if path == "/version":
                 return 200, {"version": "0.0.stand-in"}
             if path == "/v1/models":
-                return 200, {"data": [{"id": "target", "root": self.about["model_path"]}]}
+                return 200, {"data": [{"id": "its name", "root": self.about["model_path"]}]}
             if path == "/metrics":
                 return 200, self.metrics()
             if path == "/v1/completions":

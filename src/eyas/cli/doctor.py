@@ -45,12 +45,14 @@ def acceptance(
     from eyas.doctor.run import Ask, examine
     from eyas.train import drafts
 
-    def tell(finding: Finding) -> None:
-        if not as_json:
-            say(finding.line())
-
     ask = Ask(drafts.find_draft(draft, tree.train.out), SampleTable.open(table_path), states, server or "")
     progress = log.Progress(interval_s=tree.train.interval_s)
+
+    def tell(finding: Finding) -> None:
+        if not as_json:
+            progress.close()  # a live line would stand in front of it
+            say(finding.line())
+
     try:
         report = examine(tree, ask, progress, tell)
     except KeyboardInterrupt:

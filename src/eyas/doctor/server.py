@@ -22,6 +22,10 @@ _COUNTER = re.compile(
 )
 
 
+_GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
+"""A model's own generation settings may ask for a penalty, and decoding here has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class About:
     """What a server says of itself; empty where it does not say."""
@@ -29,7 +33,9 @@ class About:
     kind: Literal["sglang", "vllm"]
     version: str
     model: str
-    """The target's path or name."""
+    """Where the target lies, as the server names it."""
+    name: str
+    """What requests call it."""
     algorithm: str = ""
     """SGLang's speculative_algorithm."""
     draft: str = ""
@@ -76,7 +82,7 @@ class Server:
 
     def tokenize(self, messages: Sequence[Mapping[str, Any]]) -> list[int] | str:
         """The ids that it makes of a conversation that asks for an answer; why not, where it makes none."""
-        body = {"model": self.about.model, "messages": list(messages), "add_generation_prompt": True}
+        body = {"model": self.about.name, "messages": list(messages), "add_generation_prompt": True}
         if self.about.kind == "sglang":
             del body["add_generation_prompt"]  # left out, it is as for a chat completion
         found = self._json("POST", "/tokenize", body)
@@ -92,7 +98,7 @@ class Server:
         )
 
     def _sglang(self, prompt: Sequence[int], max_new_tokens: int) -> Answer | str:
-        body = {"input_ids": list(prompt), "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0}}
+        body = {"input_ids": list(prompt), "sampling_params": {"max_new_tokens": max_new_tokens, **_GREEDY}}
         found = self._json("POST", "/generate", body)
         if isinstance(found, str):
             return found
@@ -111,11 +117,11 @@ class Server:
     def _vllm(self, prompt: Sequence[int], max_new_tokens: int) -> Answer | str:
         before = self.counters()
         body = {
-            "model": self.about.model,
+            "model": self.about.name,
             "prompt": list(prompt),
             "max_tokens": max_new_tokens,
-            "temperature": 0,
             "return_token_ids": True,
+            **_GREEDY,
         }
         found = self._json("POST", "/v1/completions", body)
         if isinstance(found, str):
@@ -155,7 +161,8 @@ class Server:
         if isinstance(version, dict) and "version" in version:
             listed = models.get("data") if isinstance(models, dict) else None
             first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
-            return About("vllm", str(version["version"]), str(first.get("root") or first.get("id") or ""))
+            name = str(first.get("id") or "")
+            return About("vllm", str(version["version"]), str(first.get("root") or name), name)
         why = models if isinstance(models, str) else "neither SGLang's /server_info nor vLLM's /version"
         raise ConfigError(f"--server {self.url}: no SGLang or vLLM server answers there: {why}")
 
@@ -179,6 +186,7 @@ def _about_sglang(info: Mapping[str, Any]) -> About:
         "sglang",
         str(info.get("version") or ""),
         str(info.get("model_path") or ""),
+        str(info.get("served_model_name") or info.get("model_path") or ""),
         algorithm=str(info.get("speculative_algorithm") or ""),
         draft=str(info.get("speculative_draft_model_path") or ""),
         quantisation=str(info.get("quantization") or ""),

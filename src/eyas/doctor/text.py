@@ -22,8 +22,9 @@ from eyas.doctor.findings import Finding, broken, ok, unknown
 from eyas.errors import ConfigError, DataError
 from eyas.records import Span, TokenIds, sample_id_of
 
+NUM_FILES = 8
 NUM_ROWS = 64
-"""Conversations of each source that are rendered again."""
+"""Conversations of each of the first files of `data.sources` that are rendered again."""
 PROBES = ("a", "b c")
 DOUBLED = 0.01
 """Share of the samples that may begin with the same special token twice."""
@@ -111,7 +112,7 @@ def rerender(data: DataConfig, target: TargetConfig, text: Text) -> Rerendered |
         )
         renderer = Renderer(text.tokenizer, data.template_options, data.date)
         asked: list[tuple[list[dict[str, Any]], list[int]]] = []
-        for path in files:
+        for path in files[:NUM_FILES]:
             rows = islice(open_rows([path], field="data.sources"), NUM_ROWS)
             raw = list(lines_of(rows))
             usable = [row for row in rows_of(raw) if isinstance(row, Row)]
