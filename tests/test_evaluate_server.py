@@ -453,7 +453,7 @@ def test_a_later_turn_stands_on_the_plain_servers_answer(tmp_path: Path) -> None
     path = tmp_path / "turns.jsonl"
     rows = [
         {"question_id": 81, "category": "x", "turns": ["w5 w6", "w7", "w8 w9"]},
-        {"question_id": 82, "category": "y", "turns": ["w10"]},
+        {"question_id": 81, "category": "y", "turns": ["w10"]},  # the same name: still a prompt of its own
         {"question_id": 83, "turns": ["w11", "w12"]},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -465,7 +465,7 @@ def test_a_later_turn_stands_on_the_plain_servers_answer(tmp_path: Path) -> None
     second = [*first, 4, *answer_of(first)[:5], 1, 7, 3]
     third = [*second, 4, *answer_of(second)[:5], 1, 8, 9, 3]
     assert [(p.name, list(p.token_ids), p.category) for p in receipt.prompts] == [
-        ("81", first, "x"), ("81 turn 2", second, "x"), ("81 turn 3", third, "x"), ("82", [1, 10, 3], "y"),
+        ("81", first, "x"), ("81 turn 2", second, "x"), ("81 turn 3", third, "x"), ("81", [1, 10, 3], "y"),
     ]  # fmt: skip
     assert "4 prompts (2 of them later turns)" in "\n".join(receipt.lines())
     assert set(receipt.slices) == {"x", "y"}

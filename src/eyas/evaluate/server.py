@@ -147,14 +147,14 @@ class _Evaluation:
         """The prompts, and behind each one those of its later turns, which stand on the target's own greedy answers."""
         plain = self._servers.get(False, self._servers[True])
         sampling = Sampling(self._config.max_new_tokens, 0.0, 0, self._stop_ids)
-        chains = {prompt.name: [prompt] for prompt in prompts}
-        open_ends = {prompt.name: prompt for prompt in prompts if prompt.later}
+        chains = [[prompt] for prompt in prompts]
+        open_ends = [chain for chain in chains if chain[-1].later]
         while open_ends:
             self._progress.show(f"evaluate: answering {len(open_ends):,} turns that others follow")
-            asked = list(open_ends.values())
+            asked = [chain[-1] for chain in open_ends]
             answers = await self._unmeasured(plain, asked, sampling, TURN_CONCURRENCY)
-            following = {}
-            for root, prompt, answer in zip(open_ends, asked, answers, strict=True):
+            still_open = []
+            for chain, prompt, answer in zip(open_ends, asked, answers, strict=True):
                 if answer.token_ids is None:
                     raise EngineError(
                         f"{plain.url}: does not answer in token ids, which later turns need; use a newer one"
@@ -162,12 +162,11 @@ class _Evaluation:
                 after = self._reader.next_turn(prompt, answer.token_ids)
                 fitting, unfit = _sorted_out([after] if after else [], about, self._config.max_new_tokens)
                 skipped |= unfit
-                if fitting:
-                    chains[root].append(fitting[0])
-                    if fitting[0].later:
-                        following[root] = fitting[0]
-            open_ends = following
-        return [prompt for chain in chains.values() for prompt in chain]
+                chain += fitting
+                if fitting and fitting[0].later:
+                    still_open.append(chain)
+            open_ends = still_open
+        return [prompt for chain in chains for prompt in chain]
 
     async def _unmeasured(
         self, server: Server, prompts: Sequence[Prompt], sampling: Sampling, size: int
