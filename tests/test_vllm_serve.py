@@ -186,6 +186,10 @@ def test_false_is_the_flags_opposite() -> None:
 def test_likely_causes() -> None:
     assert "serve.python" in (likely_cause(1, ["ModuleNotFoundError: No module named 'vllm'"]) or "")
     assert "serve.python" in (likely_cause(1, ["PackageNotFoundError: No package metadata was found for vllm"]) or "")
-    assert "has no xxhash" in (likely_cause(1, ["ModuleNotFoundError: No module named 'xxhash'"]) or "")
-    refusal = "eyas.engine.settings.CaptureSetupError: eyas: cannot capture: pipeline parallelism splits"
-    assert "pipeline parallelism" in (likely_cause(1, [refusal, *["a frame"] * 10]) or "")
+    prefix = "(EngineCore pid=7) ERROR 11-30 19:58:18 [core.py:1510] "
+    for before in ("", prefix):
+        assert "has no xxhash" in (likely_cause(1, [f"{before}ModuleNotFoundError: No module named 'xxhash'"]) or "")
+    refusal = f"{prefix}eyas.engine.settings.CaptureSetupError: eyas: cannot capture: pipeline parallelism splits"
+    lines = [refusal, *["a frame of another process's trace"] * 120]
+    assert "pipeline parallelism" in (likely_cause(1, lines, vllm.KIND.last_words) or "")
+    assert likely_cause(1, lines) is None

@@ -20,7 +20,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
         r"No package metadata was found for (vllm)",
         "{0} is missing there: serve.python must name the python that has it",
     ),
-    (r"^ModuleNotFoundError: No module named '([\w.]+)'", "the server's environment has no {0}"),
+    (r"(?:^|[\])] )ModuleNotFoundError: No module named '([\w.]+)'", "the server's environment has no {0}"),
     (r"unrecognized arguments: (.*)", "the server does not know {0}: look at engine.extra"),
     (r"error: argument (.*)", "a flag has a value that the server does not take: {0}; look at engine.extra"),
     (r"[Aa]ddress already in use", "another process took the port: choose one in engine.url"),
@@ -50,9 +50,9 @@ def how_it_ended(exit_code: int) -> str:
     return f"exit code {exit_code}"
 
 
-def likely_cause(exit_code: int, lines: Sequence[str]) -> str | None:
-    """One line that says what to look at; None where nothing is known."""
-    last = lines[-LINES:]
+def likely_cause(exit_code: int, lines: Sequence[str], num_lines: int = LINES) -> str | None:
+    """One line that says what to look at, by the last `num_lines`; None where nothing is known."""
+    last = lines[-num_lines:]
     for pattern, cause in _CAUSES:
         for line in reversed(last):
             match = re.search(pattern, line)

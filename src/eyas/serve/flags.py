@@ -11,6 +11,7 @@ from typing import Any
 from eyas.config import EngineConfig, ServeConfig
 from eyas.engine.dialect import Dialect
 from eyas.errors import ConfigError
+from eyas.serve import causes
 from eyas.target.files import TargetFiles
 
 Flags = dict[str, Any]
@@ -47,6 +48,8 @@ class Kind:
     """One line for each entry of `engine.extra` with which a server could not be captured from."""
     environment: Callable[[Path, Mapping[str, str]], dict[str, str]]
     """What is added, beside PYTHONPATH, for settings at a path, to what is inherited."""
+    last_words: int = causes.LINES
+    """Lines of the log's end in which the cause of an end stands."""
     max_tokens: Callable[[Mapping[str, Any], TargetFiles], tuple[str, int] | None] = lambda extra, files: None
     """The longest sample that the server will take, and the field that says so; None where it is not known before."""
 

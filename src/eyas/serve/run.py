@@ -21,7 +21,6 @@ from eyas.errors import ConfigError, EngineError, EngineUnavailable
 from eyas.log import Progress, human_bytes, human_time
 from eyas.observe import heartbeat
 from eyas.observe.heartbeat import Heartbeat
-from eyas.serve import causes
 from eyas.serve.causes import how_it_ended, likely_cause
 from eyas.serve.command import ServerPlan, context_problem, quota_problem, text_config
 from eyas.serve.process import ServerProcess, note
@@ -296,7 +295,7 @@ class _Supervisor:
                     else f"after it was ready for {human_time(ready_s)}"
                 )
                 why = f"the server ended ({how_it_ended(code)}) {when}"
-                return _End(why, lines, ready_s, likely_cause(code, server.tail(causes.LINES)))
+                return _End(why, lines, ready_s, self._cause(code, server))
             if watch.refused is not None:
                 raise EngineError("\n".join([str(watch.refused), f"see {server.log}"]))
             if ready_s is None:
@@ -317,6 +316,10 @@ class _Supervisor:
             elif self._quiet.due():
                 self._quiet.show(": ".join([f"serve: ready for {human_time(ready_s)}", *server.tail(1)]))
         return None
+
+    def _cause(self, code: int, server: ServerProcess) -> str | None:
+        num_lines = self._plan.kind.last_words
+        return likely_cause(code, server.tail(num_lines), num_lines)
 
     def _require_as_planned(self, said: Mapping[str, Any]) -> None:
         differs = _difference(self._plan, said)

@@ -15,6 +15,8 @@ from eyas.serve.flags import Flags, Kind, Start, as_words, spelled
 from eyas.target.files import TargetFiles
 
 MODULE = "vllm.entrypoints.cli.main"
+LAST_WORDS = 200
+"""What a worker says when it fails is followed by the traces of all that waited for it."""
 CONNECTOR = "EyasConnector"
 CONNECTOR_MODULE = "eyas.engine.vllm.connector"
 
@@ -165,5 +167,6 @@ KIND = Kind(
     command=command,
     contradictions=contradictions,
     environment=environment,
+    last_words=LAST_WORDS,
     max_tokens=max_tokens,
 )
