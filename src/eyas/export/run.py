@@ -205,11 +205,11 @@ def _told(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dtype_flag(target_config: Mapping[str, Any], dtype: str) -> str | None:
-    """Engines compute both models in one dtype, the target's own unless told otherwise."""
+    """Engines compute both models in one dtype: the target's own unless told otherwise, and 16 bits for one of 32."""
     text = target_config.get("text_config") or {}
     names = ("dtype", "torch_dtype")
     own = next((str(c[n]) for c in (target_config, text) for n in names if c.get(n)), None)
-    return None if own == dtype else dtype
+    return None if own == dtype != "float32" else dtype
 
 
 __all__ = ["Engine", "ExportReceipt", "Wanted", "export"]

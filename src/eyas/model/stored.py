@@ -96,14 +96,14 @@ def open_stored(directory: Path, aux_layers: Sequence[int] | None) -> Stored:
     if problems:
         raise ConfigError(f"draft {directory}: its tensors are not those of its config.json: {'; '.join(problems)}")
 
-    own = config.get("eyas")
+    extra = _mapping(directory, _mapping(directory, config, "eyas"), "extra")
     dtype = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[found["fc.weight"][3]]
     info = CheckpointInfo(
         layout=layout,
         dtype=dtype,
         has_embedding=EMBEDDING in found,
         config=config,
-        extra=own.get("extra", {}) if isinstance(own, dict) else {},
+        extra=extra,
     )
     vocab_map = _vocab_map(directory, shape, found)
     tensors = {name: (file, stored) for name, (file, stored, _, _) in found.items()}
