@@ -1,11 +1,12 @@
 """Exports in a real vLLM server on a CPU: they load, what is drafted is accepted, as often as our own decoding says.
 
-SmolLM2 with a drafter that nobody trained: where a text repeats itself, the deepest state that it starts from knows
-what comes. Run by `make test-vllm`, which sets the server's environment up; skipped where that is not there.
+SmolLM2 with drafters that have learned a few of its answers by heart. Run by `make test-vllm`, which sets the server's
+environment up; skipped where that is not there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -15,20 +16,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 import transformers
 
-from eyas.export.engines import ENGINES, launch
 from eyas.export.run import Wanted, export
-from eyas.model import checkpoint
-from eyas.model.create import TargetSizes, draft_shape, initialise
-from eyas.model.eagle3 import Eagle3Draft
-from eyas.model.vocab_map import VocabMap
+from eyas.records import Sample
+from eyas.train.drafts import find_draft
+from fake_data import make_table_of
 
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / ".venv-vllm/bin/python"
@@ -37,7 +35,45 @@ SHIMS = ROOT / "tests/vllm_cpu/shims"
 PORT = 30650
 URL = f"http://127.0.0.1:{PORT}"
 NUM_NEW, NUM_DRAFTED = 40, 3
-TEXTS = ("ha ha ha ha ha ha ha ha ha", "one two one two one two one two one two", "The capital of France is")
+TEXTS = ("The capital of France is", "Three kinds of tree:", "A letter to a friend.", "def add(a, b):")
+AUX_LAYERS = [2, 15, 27]
+TOML = f"""
+[target]
+path = "{TARGET}"
+[data]
+samples = "samples.parquet"
+[engine]
+dtype = "float32"
+device = "cpu"
+[capture]
+out = "states"
+aux_layers = {AUX_LAYERS}
+min_free_bytes = 0
+[draft]
+vocab_size = 4096
+[train]
+ttt_length = {NUM_DRAFTED}
+pack_tokens = 512
+epochs = 60
+eval_every = 1000
+learning_rate = 2e-3
+device = "cpu"
+[evaluate]
+num_draft_tokens = {NUM_DRAFTED}
+max_new_tokens = {NUM_NEW}
+"""
+DRAFTERS: dict[str, list[str]] = {
+    "plain": [],
+    "layers_and_norms": ["draft.num_layers=2", "draft.norm_aux=true", "draft.carry_normed=true"],
+    "own_size": ["draft.hidden_size=256", "draft.num_heads=4", "draft.num_kv_heads=2"],
+}
+SERVED = [
+    ("plain", "vllm"),
+    ("plain", "speculators"),
+    ("layers_and_norms", "vllm"),
+    ("layers_and_norms", "speculators"),
+    ("own_size", "vllm"),
+]
 
 pytestmark = [
     pytest.mark.vllm,
@@ -45,33 +81,6 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-vllm: make test-vllm"),
     pytest.mark.skipif(not TARGET.exists(), reason="needs demo/target: make test-vllm"),
 ]
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A drafter as training starts from it, an export for each of vLLM's layouts, and prompts."""
-    path = tmp_path_factory.mktemp("export")
-    config = json.loads((TARGET / "config.json").read_text())
-    sizes = TargetSizes.of(config)
-    spec: Any = SimpleNamespace(
-        hidden_size=sizes.hidden_size,
-        vocab_size=sizes.vocab_size,
-        num_layers=sizes.num_hidden_layers,
-        aux_layers=(2, 15, 27),
-    )
-    draft = Eagle3Draft(draft_shape(config, spec, draft_vocab_size=16_384))
-    vocab_map = VocabMap.of(torch.arange(16_384), sizes.vocab_size)
-    initialise(draft, TARGET, vocab_map, 0)
-    checkpoint.save(draft, vocab_map, path / "draft", target_config=config, dtype="float32")
-    for engine, name in (("vllm", None), ("speculators", str(TARGET))):
-        wanted = Wanted(engine, dtype="float32", num_draft_tokens=NUM_DRAFTED, target_name=name)  # type: ignore[arg-type]
-        export(path / "draft", path / engine, wanted, target=TARGET)
-    (path / "prompts.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in prompts()))
-    (path / "run.toml").write_text(
-        f'[target]\npath = "{TARGET}"\n[engine]\ndtype = "float32"\ndevice = "cpu"\n[evaluate]\n'
-        f"num_draft_tokens = {NUM_DRAFTED}\nmax_new_tokens = {NUM_NEW}\n"
-    )
-    return path
 
 
 def prompts() -> list[list[int]]:
@@ -91,32 +100,46 @@ def answers() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def ours(work: Path) -> float:
-    """Acceptance length of our own decoding of the same prompts."""
-    command = [sys.executable, "-m", "eyas", "evaluate", "run.toml", "--decode", "--prompts", "prompts.jsonl"]
+def work(tmp_path_factory: pytest.TempPathFactory, answers: list[list[int]]) -> Path:
+    """The answers with their hidden states, captured, and the prompts."""
+    path = tmp_path_factory.mktemp("export")
+    samples = [
+        Sample(
+            np.array(ids + answer, dtype=np.int32), ((len(ids), len(ids) + len(answer)),), conversation_id=str(number)
+        )
+        for number, (ids, answer) in enumerate(zip(prompts(), answers, strict=True))
+    ]
+    make_table_of(path / "samples.parquet", samples)
+    (path / "prompts.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in prompts()))
+    (path / "run.toml").write_text(TOML)
+    eyas(path, "capture", "run.toml")
+    return path
+
+
+def eyas(work: Path, *arguments: str) -> str:
+    """What a command of ours prints."""
     done = subprocess.run(
-        [*command, "--draft", "draft", "--out", "own.json", "--json"],
-        cwd=work,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", "eyas", *arguments], cwd=work, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return float(json.loads(done.stdout)["acceptance_length_pooled"]["value"])
+    return done.stdout
 
 
-@pytest.fixture(params=["vllm", "speculators"])
-def server(request: pytest.FixtureRequest, work: Path) -> Iterator[str]:
-    """vLLM, started by the line that the export tells, ready; yields the layout."""
-    layout = request.param
-    line = launch(
-        ENGINES[layout],
-        target=str(TARGET),
-        draft=str(work / layout),
-        num_draft_tokens=NUM_DRAFTED,
-        dtype="float32",
-        alone=layout == "speculators",
-    )
+def trained(work: Path, drafter: str) -> float:
+    """Train it; acceptance length of our own decoding of the same prompts."""
+    training = f"train.out={drafter}"
+    eyas(work, "train", "run.toml", training, *DRAFTERS[drafter])
+    told = eyas(work, "evaluate", "run.toml", training, "--decode", "--prompts", "prompts.jsonl", "--json")
+    return float(json.loads(told)["acceptance_length_pooled"]["value"])
+
+
+@contextlib.contextmanager
+def served(work: Path, drafter: str, layout: str) -> Iterator[None]:
+    """vLLM with an export of the drafter, started by the line that the export tells, ready."""
+    name = str(TARGET) if layout == "speculators" else None
+    out = work / f"{drafter}-{layout}"
+    wanted = Wanted(layout, dtype="float32", num_draft_tokens=NUM_DRAFTED, target_name=name)  # type: ignore[arg-type]
+    receipt = export(find_draft(work / drafter, None), out, wanted, target=TARGET)
     more = f"--enforce-eager --max-model-len 1024 --host 127.0.0.1 --port {PORT} --served-model-name target"
     environment = os.environ | {
         "PYTHONPATH": str(SHIMS),
@@ -124,12 +147,12 @@ def server(request: pytest.FixtureRequest, work: Path) -> Iterator[str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "1",
     }
-    log = work / f"{layout}.log"
-    with log.open("w") as out:
+    log = work / f"{out.name}.log"
+    with log.open("w") as stream:
         process = subprocess.Popen(
-            [PYTHON.with_name("vllm"), *shlex.split(line)[1:], *shlex.split(more)],
+            [PYTHON.with_name("vllm"), *shlex.split(receipt.launch)[1:], *shlex.split(more)],
             env=environment,
-            stdout=out,
+            stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -137,7 +160,7 @@ def server(request: pytest.FixtureRequest, work: Path) -> Iterator[str]:
         while not _ready():
             assert process.poll() is None, log.read_text()[-3000:]
             time.sleep(1.0)
-        yield layout
+        yield
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
@@ -160,22 +183,25 @@ def counters() -> dict[str, float]:
     }
 
 
+@pytest.mark.parametrize(("drafter", "layout"), SERVED)
 def test_it_loads_and_what_it_drafts_is_accepted_as_our_decoding_says(
-    server: str, ours: float, answers: list[list[int]]
+    drafter: str, layout: str, work: Path, answers: list[list[int]]
 ) -> None:
-    before = counters()
-    for ids, answer in zip(prompts(), answers, strict=True):
-        body = {
-            "model": "target",
-            "prompt": ids,
-            "max_tokens": NUM_NEW,
-            "temperature": 0,
-            "return_token_ids": True,
-        }
-        reply = httpx.post(f"{URL}/v1/completions", json=body, timeout=600.0)
-        assert reply.status_code == 200, reply.text
-        assert reply.json()["choices"][0]["token_ids"] == answer
-    after = counters()
+    expected = trained(work, drafter)
+    with served(work, drafter, layout):
+        before = counters()
+        for ids, answer in zip(prompts(), answers, strict=True):
+            body = {
+                "model": "target",
+                "prompt": ids,
+                "max_tokens": NUM_NEW,
+                "temperature": 0,
+                "return_token_ids": True,
+            }
+            reply = httpx.post(f"{URL}/v1/completions", json=body, timeout=600.0)
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["choices"][0]["token_ids"] == answer
+        after = counters()
     rounds, accepted = (after[name] - before[name] for name in ("rounds", "accepted"))
-    assert accepted > 0 and ours > 1.2
-    assert 1 + accepted / rounds == pytest.approx(ours, rel=0.05)
+    assert accepted > 0 and expected > 1.5
+    assert 1 + accepted / rounds == pytest.approx(expected, rel=0.05)
