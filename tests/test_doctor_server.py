@@ -18,10 +18,15 @@ import transformers
 import doctor_data
 import tiny_models
 from doctor_data import changed, diagnose
+from eyas import config as configuration
 from eyas.config import EngineConfig, TargetConfig
-from eyas.doctor.findings import Report
+from eyas.data.table import SampleTable
+from eyas.doctor import serving as judge
+from eyas.doctor.findings import Finding, Report
 from eyas.doctor.live import Live, decode_questions
-from eyas.doctor.material import Question
+from eyas.doctor.material import Material, Question
+from eyas.doctor.paper import Paper
+from eyas.doctor.server import Answer, Served, Server
 from eyas.engine.hf import HfEngine
 from eyas.errors import ConfigError
 from eyas.model import checkpoint as engine_layout
@@ -152,8 +157,37 @@ def stand_in(
 
 
 def examined(base: Path, server: StandIn) -> Report:
+    """The whole chain, as the command runs it."""
     with serving(server) as url:
         return diagnose(base, server=url)
+
+
+@dataclass
+class Heard:
+    """The links of the server alone: what it says and answers, and what is found of it."""
+
+    engine: Finding
+    served: Finding
+    serving: Finding
+
+
+def heard(base: Path, live: Live, server: StandIn) -> Heard:
+    material = Material(
+        configuration.load(base / "run.toml", []), SampleTable.open(base / "samples.parquet"), base / "states"
+    )
+    questions = material.questions()[:5]
+    ours = decode_questions(live, questions, chain=3)
+    with serving(server) as url, Server(url) as asked:
+        answers = [asked.answer(q.prompt.tolist(), q.num_new_tokens) for q in questions]
+        about = asked.about
+    served = Served(tuple(a for a in answers if isinstance(a, Answer)))
+    assert len(served.answers) == len(answers), answers
+    paper = Paper.read(find_draft(None, base / "run"))
+    return Heard(
+        judge.judge_engine(about, served, judge.length_of(ours)),
+        judge.judge_served(about, paper, base / "target", material.digest, "none", served, ours),
+        judge.judge_serving(about, served, ours, 3),
+    )
 
 
 def blamed(report: Report) -> list[str]:
@@ -178,39 +212,9 @@ def test_eagle_instead_of_eagle3(base: Path, live: Live) -> None:
     assert "--speculative-algorithm EAGLE:" in text_of(report, "engine") and "EAGLE3" in report.verdict()
 
 
-def test_a_server_without_speculation(base: Path, live: Live) -> None:
-    report = examined(base, stand_in(base, live, about={"speculative_algorithm": None}))
-    assert blamed(report) == ["engine"] and "without speculative decoding" in text_of(report, "engine")
-
-
-@pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_an_acceptance_of_exactly_nothing(base: Path, live: Live, kind: str) -> None:
-    """vLLM does not name its method; what it accepts does."""
-    report = examined(base, stand_in(base, live, kind=kind, keeps=0.0))
-    assert blamed(report) == ["engine"] and "exactly 1.00" in text_of(report, "engine")
-
-
 def test_a_good_drafter_that_is_served_wrongly(base: Path, live: Live) -> None:
     report = examined(base, stand_in(base, live, keeps=0.4))
     assert blamed(report) == ["serving"] and "the drafter is served wrongly" in text_of(report, "serving")
-
-
-def test_another_drafter_or_target_on_the_server(base: Path, live: Live, tmp_path: Path) -> None:
-    ids = {"eagle_aux_hidden_state_layer_ids": [2, 3]}
-    other = changed(base, tmp_path / "draft", **ids)
-    report = examined(base, stand_in(base, live, about={"speculative_draft_model_path": str(other)}))
-    assert blamed(report) == ["served"] and "[2, 3], here [1, 2]" in text_of(report, "served")
-    shutil.copytree(base / "target", tmp_path / "target")
-    tiny_models.build("llama", seed=9).save_pretrained(tmp_path / "target")
-    report = examined(base, stand_in(base, live, about={"model_path": str(tmp_path / "target")}))
-    assert blamed(report) == ["served"] and "has digest" in text_of(report, "served")
-
-
-def test_answers_of_another_target_where_paths_cannot_be_read(base: Path, live: Live) -> None:
-    about = {"model_path": "/elsewhere/target", "speculative_draft_model_path": "/elsewhere/draft"}
-    report = examined(base, stand_in(base, live, about=about, wrong_answers=True))
-    assert blamed(report) == ["served"] and "0 of 8 answers begin" in text_of(report, "served")
-    assert blamed(examined(base, stand_in(base, live, about={**about, "quantization": "fp8"}))) == ["served"]
 
 
 def test_a_template_that_doubles_the_first_token(base: Path, live: Live) -> None:
@@ -218,12 +222,44 @@ def test_a_template_that_doubles_the_first_token(base: Path, live: Live) -> None
     assert blamed(report) == ["tokens"] and "a doubled first token" in text_of(report, "tokens")
 
 
+def test_a_server_without_speculation(base: Path, live: Live) -> None:
+    found = heard(base, live, stand_in(base, live, about={"speculative_algorithm": None}))
+    assert found.engine.state == "broken" and "without speculative decoding" in found.engine.text
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_an_acceptance_of_exactly_nothing(base: Path, live: Live, kind: str) -> None:
+    """vLLM does not name its method; what it accepts does."""
+    found = heard(base, live, stand_in(base, live, kind=kind, keeps=0.0))
+    assert found.engine.state == "broken" and "exactly 1.00" in found.engine.text
+    assert found.served.state == "ok"
+
+
+def test_another_drafter_or_target_on_the_server(base: Path, live: Live, tmp_path: Path) -> None:
+    other = changed(base, tmp_path / "draft", eagle_aux_hidden_state_layer_ids=[2, 3])
+    found = heard(base, live, stand_in(base, live, about={"speculative_draft_model_path": str(other)}))
+    assert found.served.state == "broken" and "[2, 3], here [1, 2]" in found.served.text
+    shutil.copytree(base / "target", tmp_path / "target")
+    tiny_models.build("llama", seed=9).save_pretrained(tmp_path / "target")
+    found = heard(base, live, stand_in(base, live, about={"model_path": str(tmp_path / "target")}))
+    assert found.served.state == "broken" and "has digest" in found.served.text
+    assert found.engine.state == "ok"
+
+
+def test_answers_of_another_target_where_paths_cannot_be_read(base: Path, live: Live) -> None:
+    about = {"model_path": "/elsewhere/target", "speculative_draft_model_path": "/elsewhere/draft"}
+    found = heard(base, live, stand_in(base, live, about=about, wrong_answers=True))
+    assert found.served.state == "broken" and "0 of 5 answers begin" in found.served.text
+    found = heard(base, live, stand_in(base, live, about={**about, "quantization": "fp8"}))
+    assert found.served.state == "broken" and "quantises the target (fp8)" in found.served.text
+
+
 def test_counters_that_saw_other_requests_say_nothing(base: Path, live: Live) -> None:
-    report = examined(base, stand_in(base, live, kind="vllm", keeps=0.4, foreign=40))
-    assert not blamed(report) and "tokens of other requests" in text_of(report, "serving")
+    found = heard(base, live, stand_in(base, live, kind="vllm", keeps=0.4, foreign=40))
+    assert found.serving.state == "unknown" and "tokens of other requests" in found.serving.text
 
 
-def test_an_address_where_nobody_answers(base: Path) -> None:
+def test_an_address_where_nobody_answers() -> None:
     for url in ("http://127.0.0.1:1", "nonsense"):
         with pytest.raises(ConfigError, match="--server"):
-            diagnose(base, server=url)
+            Server(url)
