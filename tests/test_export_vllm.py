@@ -7,6 +7,7 @@ environment up; skipped where that is not there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -125,8 +126,9 @@ def eyas(work: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@functools.cache
 def trained(work: Path, drafter: str) -> float:
-    """Train it; acceptance length of our own decoding of the same prompts."""
+    """Train it, once; acceptance length of our own decoding of the same prompts."""
     training = f"train.out={drafter}"
     eyas(work, "train", "run.toml", training, *DRAFTERS[drafter])
     told = eyas(work, "evaluate", "run.toml", training, "--decode", "--prompts", "prompts.jsonl", "--json")
