@@ -30,6 +30,10 @@ demo: setup
 	$(BIN)/eyas status demo/states
 	$(BIN)/eyas train $(DEMO)
 	$(BIN)/eyas status demo/train
+	$(BIN)/eyas evaluate $(DEMO)
+	rm -rf demo/draft
+	$(BIN)/eyas export $(DEMO) demo/draft --for vllm
+	$(BIN)/eyas export --check demo/draft
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not sglang and not vllm'
