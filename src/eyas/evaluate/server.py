@@ -126,6 +126,7 @@ class _Evaluation:
     async def _look(self) -> dict[bool, About]:
         """What the servers are; refused where they cannot be compared or measured."""
         about = {side: await server.look() for side, server in self._servers.items()}
+        self._progress.show("evaluate: the servers answer; comparing their tokenisers and weights", force=True)
         _check_speculation(about)
         has_tokenizer = bool(tokenizer_files(self._path))
         own_ids = self._reader.tokenizer(PROBE, add_special_tokens=False)["input_ids"] if has_tokenizer else None
@@ -184,6 +185,7 @@ class _Evaluation:
         sizes = sorted(set(config.batch_sizes))
         warm = Sampling(WARM_UP_TOKENS, config.temperature, config.seed, self._stop_ids)
         for server in self._servers.values():
+            self._progress.show(f"evaluate: {server.url}: warming up with {sizes[-1]:,} short answers", force=True)
             # The first requests of a shape pay for kernels and memory.
             asked = [prompts[i % len(prompts)] for i in range(sizes[-1])]
             await self._unmeasured(server, asked, warm, sizes[-1])

@@ -235,7 +235,7 @@ class ServerReceipt:
         mean = self.acceptance_length_request_mean
         lines = [
             f"acceptance length {self.acceptance_length_pooled} pooled, {mean or '–'} request mean"
-            f"{' [95 % intervals over prompts]' if mean is not None else ''}: 1 bonus token and "
+            f"{' [95 % intervals over prompts]' if mean is not None and mean.low is not None else ''}: 1 bonus token and "
             f"{total.length - 1:.3f} drafted ones accepted, {total.verifications:,} verifications"
         ]
         if shares:
