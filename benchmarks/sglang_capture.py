@@ -29,8 +29,9 @@ from eyas.config import CaptureConfig, EngineConfig, TargetConfig
 from eyas.connections import Connections
 from eyas.data.table import SampleTable, TableMetadata, TableWriter
 from eyas.engine.room import StagingLimits
+from eyas.engine.settings import write_settings
 from eyas.engine.sglang.client import SglangEngine
-from eyas.engine.sglang.deploy import write_plugin, write_settings
+from eyas.engine.sglang.deploy import write_plugin
 from eyas.log import Progress, setup
 from eyas.records import Sample, default_aux_layers
 from eyas.store.verify import verify

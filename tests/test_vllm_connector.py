@@ -292,6 +292,9 @@ def connector(monkeypatch: pytest.MonkeyPatch, staging: Path, tmp_path: Path) ->
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
             self.metadata: Any = None
 
+        def bind_connector_metadata(self, metadata: Any) -> None:
+            self.metadata = metadata
+
         def has_connector_metadata(self) -> bool:
             return self.metadata is not None
 
@@ -366,11 +369,11 @@ def test_a_request_passes_through_both_sides(connector: Callable[..., Any], stag
     assert scheduler.request_finished_all_groups(request_of(name, "FINISHED_ABORTED"), ([4, 2],)) == (False, None)
     keep, told = scheduler.request_finished_all_groups(request_of(name), ([4, 2],))
     assert keep and told["eyas"]["alone"]
-    worker.metadata = scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"r1": 5}))
-    worker.get_finished({"r1"})
-    worker.metadata = None
-    worker.shutdown()
-    assert worker.get_finished(set()) == ({"r1"}, None) and worker.get_finished(set()) == (None, None)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"r1": 5})))
+    worker.shutdown()  # waits until it is written: beside the forward, which has not ended
+    assert name.path(staging).exists()
+    assert worker.get_finished({"r1"}) == ({"r1"}, None)
+    assert worker.get_finished(set()) == (None, None)
     scheduler.update_connector_output(SimpleNamespace(finished_sending={"r1"}))
     assert torch.equal(states_in(staged.read(name.path(staging), name), "hidden.4"), states[:, 3])
     hello = scheduler.request_finished(request_of(RequestName("0" * 16, 1, 1, staged.HELLO)), [1])[1]["eyas"]["hello"]

@@ -42,8 +42,8 @@ FULL_PATIENCE_S = 60.0
 """How long it is sent again before its sample counts as failed, with the server's words."""
 UNFINISHED_PATIENCE_S = 30.0
 """A file that nobody waits for and that nobody wrote to for so long was left by a killed server."""
-STAGED_PATIENCE_S = 30.0
-"""How long a file may take to appear after the server has answered."""
+STAGED_PATIENCE_S = 120.0
+"""How long a file may take to appear after the server has answered: with vLLM, beside the forward after the next."""
 QUIET_PATIENCE_S = 5.0
 KEEPALIVE_S = 2.0
 """Servers close what is idle, often after 5 s: not at the moment at which we use it again."""

@@ -121,13 +121,25 @@ class EyasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             clear=not self._config.cache_config.enable_prefix_caching,
         )
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins: what it asks for is written while its forward runs, not behind it."""
+        super().bind_connector_metadata(connector_metadata)
+        self._begin(connector_metadata)
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Begin what the step's metadata asks for, and tell whose blocks are free."""
+        """A step ends: tell whose blocks are free."""
         if self._worker is None:
             return None, None
-        told = self._get_connector_metadata() if self.has_connector_metadata() else None
-        self._worker.save(told.saves if isinstance(told, Saves) else [])
+        self._begin(self._get_connector_metadata() if self.has_connector_metadata() else None)
         return self._worker.done() or None, None
+
+    def _begin(self, told: KVConnectorMetadata | None) -> None:
+        """Begin to write what a step's metadata asks for, once, and what had to wait."""
+        saves = []
+        if isinstance(told, Saves):
+            saves, told.saves = told.saves, []
+        if self._worker is not None:
+            self._worker.save(saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
