@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,15 @@ def test_names_shapes_and_dtypes_are_those_that_engines_load(tmp_path: Path) -> 
     assert {t.dtype for name, t in tensors.items() if name not in ("d2t", "t2d")} == {torch.bfloat16}
     assert sorted(p.name for p in (tmp_path / "d").iterdir()) == ["config.json", "model.safetensors"]
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_whoever_may_read_the_directory_may_read_its_weights(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        directory = written(tmp_path / "draft")
+    finally:
+        os.umask(before)
+    assert {oct(p.stat().st_mode & 0o777) for p in directory.iterdir()} == {"0o644"}
 
 
 def test_config_has_both_spellings(tmp_path: Path) -> None:

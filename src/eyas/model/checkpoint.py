@@ -192,6 +192,8 @@ def write_directory(
         texts = {CONFIG: config_text(config), **(files or {})}
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
+        # safetensors writes for the user alone; a server may be somebody else.
+        (temporary / WEIGHTS).chmod((temporary / CONFIG).stat().st_mode & 0o777)
         for name in (WEIGHTS, *texts, "."):
             fsync_path(temporary / name)
         # Over nothing or over an empty directory; anything else is refused by the system call itself.
