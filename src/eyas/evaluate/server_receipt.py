@@ -233,10 +233,10 @@ class ServerReceipt:
         shares = total.position_acceptance()
         conditional = [b / a if a else None for a, b in itertools.pairwise((1.0, *shares))]
         mean = self.acceptance_length_request_mean
+        interval = " [95 % intervals over prompts]" if mean is not None and mean.low is not None else ""
         lines = [
-            f"acceptance length {self.acceptance_length_pooled} pooled, {mean or '–'} request mean"
-            f"{' [95 % intervals over prompts]' if mean is not None and mean.low is not None else ''}: 1 bonus token and "
-            f"{total.length - 1:.3f} drafted ones accepted, {total.verifications:,} verifications"
+            f"acceptance length {self.acceptance_length_pooled} pooled, {mean or '–'} request mean{interval}: "
+            f"1 bonus token and {total.length - 1:.3f} drafted ones accepted, {total.verifications:,} verifications"
         ]
         if shares:
             lines.append(
