@@ -68,6 +68,8 @@ class Act:
     event: Any = None
     """Sent in place of the first event."""
     answer: list[int] | None = None
+    kept: list[int] | None = None
+    """Drafted tokens that each verification of the answer keeps, instead of the server's `accepted`."""
 
 
 @dataclass
@@ -90,8 +92,14 @@ class CountingServer:
     algorithm: str = "EAGLE3"
     topk: int = 1
     model_path: str = "/nowhere/served"
+    draft_path: str = "/nowhere/draft"
+    """SGLang tells it."""
+    quantisation: str | None = None
+    """Likewise."""
     max_tokens: int = 400
     tokenize: Callable[[str], list[int] | None] = lambda text: None
+    render: Callable[[list[dict[str, Any]]], list[int] | None] = lambda messages: None
+    """Token ids of messages, with what asks for an answer."""
     script: Callable[[Asked], Act | None] = lambda asked: None
     metrics_lines: tuple[str, ...] = ()
     """Further lines of the page of counters."""
@@ -164,7 +172,7 @@ class CountingServer:
         if path == "/metrics":
             return self._metrics() if self.counts else None
         if path == "/tokenize":
-            ids = self.tokenize(body["prompt"])
+            ids = self.render(body["messages"]) if "messages" in body else self.tokenize(body["prompt"])
             return json.dumps({"tokens": ids, "count": len(ids)}) if ids is not None else None
         if self.engine == "vllm":
             model = {"id": "served", "owned_by": "vllm", "root": self.model_path, "max_model_len": self.max_tokens}
@@ -179,6 +187,8 @@ class CountingServer:
                 "speculative_num_steps": self.num_draft_tokens if on else None,
                 "speculative_num_draft_tokens": self.num_draft_tokens + 1 if on else None,
                 "speculative_eagle_topk": self.topk if on else None,
+                "speculative_draft_model_path": self.draft_path if on else None,
+                "quantization": self.quantisation,
             }
             pages = {"/model_info": {"model_path": self.model_path}, "/server_info": told}
         return json.dumps(pages[path]) if path in pages else None
@@ -224,6 +234,7 @@ class CountingServer:
         whole = act.answer if act.answer is not None else answer_of(asked.prompt)
         new = whole[:most]
         kept = verifications_of(len(new), self.accepted) if self.accepted else []
+        kept = kept if act.kept is None else act.kept
         sizes = [1, *(n + 1 for n in kept)] if self.accepted else [1] * len(new)
         events = self._events(asked, new, sizes, kept, "length" if len(whole) > most else "stop")
         if act.event is not None:

@@ -12,8 +12,11 @@ from eyas.doctor.behaviour import Positions, Trial, judge_rope
 from eyas.doctor.bench import MIN_SAMPLES, Outcome, gain, interval
 from eyas.doctor.findings import LINKS, Report, broken, ok, unknown
 from eyas.doctor.masks import Masked
-from eyas.doctor.server import About, Answer, Served
+from eyas.doctor.server import Served
 from eyas.doctor.serving import Ours
+from eyas.evaluate.answers import Answer
+from eyas.evaluate.client import About
+from eyas.evaluate.counters import Acceptance
 from eyas.model.shape import DraftShape
 from eyas.records import CaptureSpec, as_token_ids
 
@@ -196,11 +199,12 @@ def test_text_that_the_target_would_write_in_longer_tokens() -> None:
 
 # -- serving -----------------------------------------------------------------------------------------------------------
 
-VLLM = About("vllm", "0", "target", "target")
+VLLM = About("http://x", "vllm", "0", "target", "/target", None, "speculative decoding", 3, None, True)
 
 
 def served(accepted: int, count: int, verifications: int = 20) -> Served:
-    return Served(tuple(Answer((1,) * 30, verifications, accepted, 3 * verifications) for _ in range(count)))
+    answer = Answer((1,) * 30, "", 30, ((0.1, 30),), 0.1, True, None)
+    return Served(VLLM, (answer,) * count, (Acceptance(verifications, 3 * verifications, accepted),) * count)
 
 
 def ours(accepted: int, count: int) -> list[Ours]:
@@ -208,16 +212,16 @@ def ours(accepted: int, count: int) -> list[Ours]:
 
 
 def test_a_server_must_be_clearly_worse_on_enough_prompts() -> None:
-    assert serving.judge_serving(VLLM, served(6, 8), ours(20, 8), 3).state == "broken"
-    assert serving.judge_serving(VLLM, served(6, 3), ours(20, 3), 3).state == "unknown"
-    assert serving.judge_serving(VLLM, served(19, 8), ours(20, 8), 3).state == "ok", "near-ties"
-    assert serving.judge_serving(VLLM, served(30, 8), ours(20, 8), 3).state == "ok", "a tree accepts more"
+    assert serving.judge_serving(served(6, 8), ours(20, 8), 3).state == "broken"
+    assert serving.judge_serving(served(6, 3), ours(20, 3), 3).state == "unknown"
+    assert serving.judge_serving(served(19, 8), ours(20, 8), 3).state == "ok", "near-ties"
+    assert serving.judge_serving(served(30, 8), ours(20, 8), 3).state == "ok", "a tree accepts more"
 
 
 def test_a_weak_drafter_that_accepts_nothing_anywhere_is_no_fault_of_the_server() -> None:
-    assert serving.judge_engine(VLLM, served(0, 8), 1.01).state == "ok"
-    assert serving.judge_engine(VLLM, served(0, 8), 1.5).state == "broken"
-    assert serving.judge_engine(VLLM, served(0, 1, verifications=10), 1.5).state == "ok", "too few to say"
+    assert serving.judge_engine(served(0, 8), 1.01).state == "ok"
+    assert serving.judge_engine(served(0, 8), 1.5).state == "broken"
+    assert serving.judge_engine(served(0, 1, verifications=10), 1.5).state == "ok", "too few to say"
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------

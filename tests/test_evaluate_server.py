@@ -245,7 +245,7 @@ def test_other_traffic_is_told(target: Path, prompts: Path, by_request: bool) ->
 
 
 def test_tokens_that_nobody_counts_are_told(target: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.evaluate.server.SETTLE_S", 0.0)
+    monkeypatch.setattr("eyas.evaluate.client.SETTLE_S", 0.0)
     with CountingServer(accepted=KEPT, late=10**6) as server:
         receipt = measured(target, prompts, server)
     assert receipt.warnings == ["warning: the servers' counters miss 44 tokens of ours: several processes may count"]

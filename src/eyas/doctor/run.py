@@ -23,10 +23,11 @@ from eyas.doctor.findings import LINKS, Finding, Report, broken, first_broken, o
 from eyas.doctor.live import Live, decode_questions
 from eyas.doctor.material import PROMPTS, Material, rows_of_answers
 from eyas.doctor.paper import Paper
-from eyas.doctor.server import Served, Server
+from eyas.doctor.server import interview
 from eyas.doctor.serving import Ours
 from eyas.engine.hf import HfEngine
 from eyas.errors import ConfigError, EyasError
+from eyas.evaluate.prompts import stop_ids
 from eyas.log import Progress
 from eyas.model import checkpoint as engine_layout
 from eyas.model.create import draft_shape, plain_rope, standard_rope
@@ -56,6 +57,9 @@ def examine(config: Config, ask: Ask, progress: Progress, tell: Callable[[Findin
     DataError for a data set or table that cannot be read.
     """
     written = Paper.read(ask.draft)
+    if ask.server:
+        # That nobody is there is told before anything is computed.
+        interview(ask.server, config)
     return _Examination(Material(config, ask.table, ask.states), written, ask, progress, tell).run()
 
 
@@ -314,45 +318,24 @@ class _Examination:
 
     def _serve(self) -> None:
         self._say(f"the server at {self.ask.server}")
-        material, questions = self.material, self.material.questions()
-        with Server(self.ask.server) as server:
-            about, answers, failures = server.about, [], []
-            for question in questions:
-                found = server.answer(question.prompt.tolist(), question.num_new_tokens)
-                if isinstance(found, str):
-                    failures.append(found)
-                    break
-                answers.append(found)
-            served = Served(tuple(answers), tuple(failures))
-            # The same chains here as there.
-            chain = about.num_draft_tokens or served.chain or 3
-            if self.live is not None:
-                self.ours = decode_questions(self.live, questions[: len(answers)], chain=chain)
-            length = serving.length_of(self.ours)
-            self._found(serving.judge_engine(about, served, length))
-            self._found(
-                serving.judge_served(
-                    about, self.paper, material.target, material.digest, material.quantised, served, self.ours
-                )
-            )
-            self._found(self._tokens(server))
+        material, questions, again = self.material, self.material.questions(), self.rendered
+        asked = () if isinstance(again, str) else again.asked[:PROMPTS]
+        conversations, stops = [messages for messages, _ in asked], stop_ids(material.target)
+        served = interview(self.ask.server, self.config, questions, conversations, stops)
+        # The same chains here as there.
+        chain = served.num_draft_tokens or STEPS
+        if self.live is not None and chain != STEPS:
+            self.ours = decode_questions(self.live, questions, chain=chain)
+        self._found(serving.judge_engine(served, serving.length_of(self.ours)))
+        self._found(
+            serving.judge_served(served, self.paper, material.target, material.digest, material.quantised, self.ours)
+        )
+        pairs = [(ids, theirs) for (_, ids), theirs in zip(asked, served.rendered, strict=False)]
+        self._found(serving.judge_tokens(pairs, again if isinstance(again, str) else served.not_rendered))
         upstream = self._broken(*LINKS)
         self._found(
-            unknown("serving", _behind(upstream))
-            if upstream
-            else serving.judge_serving(about, served, self.ours, chain)
+            unknown("serving", _behind(upstream)) if upstream else serving.judge_serving(served, self.ours, chain)
         )
-
-    def _tokens(self, server: Server) -> Finding:
-        again = self.rendered
-        pairs, failure = [], again if isinstance(again, str) else ""
-        for messages, ids in () if isinstance(again, str) else again.asked[:PROMPTS]:
-            found = server.tokenize(messages)
-            if isinstance(found, str):
-                failure = found
-                break
-            pairs.append((ids, found))
-        return serving.judge_tokens(pairs, failure)
 
     # -- small ---------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ import numpy as np
 from eyas.doctor.bench import NUM_RESAMPLES, Outcome, interval
 from eyas.doctor.findings import Finding, broken, ok, unknown
 from eyas.doctor.paper import Paper
-from eyas.doctor.server import About, Served
+from eyas.doctor.server import Served
 from eyas.errors import EyasError
+from eyas.evaluate.counters import Acceptance
 from eyas.records import digest_bytes
 from eyas.target.files import open_target, quantisation, target_digest
 
@@ -30,7 +31,11 @@ SAME_ANSWERS = 0.5
 """Share of the answers whose beginning must be the same: below it, another target answers."""
 BEGINNING = 4
 """Tokens of a beginning."""
-ADVICE = "--speculative-algorithm EAGLE3 --speculative-draft-model-path DIR"
+ADVICE = {
+    "sglang": "--speculative-algorithm EAGLE3 --speculative-draft-model-path DIR",
+    "vllm": """--speculative-config '{"method": "eagle3", "model": "DIR", "num_speculative_tokens": 3}'""",
+}
+"""With what an engine must be started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,53 +83,62 @@ def length_of(decoded: Sequence[Ours]) -> float | None:
     return 1 + sum(o.accepted for o in decoded) / verifications if verifications else None
 
 
-def judge_engine(about: About, served: Served, ours_length: float | None) -> Finding:
+def judge_engine(served: Served, ours_length: float | None) -> Finding:
     """Does the server speculate at all, and with EAGLE-3?"""
+    about, found = served.about, served.acceptance
+    verifications, accepted = (found.verifications, found.accepted_tokens) if found is not None else (0, 0)
     numbers: dict[str, Any] = {
-        "kind": about.kind,
+        "kind": about.engine,
         "version": about.version,
-        "algorithm": about.algorithm,
-        "verifications": served.verifications,
-        "accepted": served.accepted,
+        "algorithm": about.speculation,
+        "verifications": verifications,
+        "accepted": accepted,
     }
-    who = f"{about.kind} {about.version}".strip()
-    if about.kind == "sglang":
-        if not about.algorithm:
-            return broken("engine", f"{who} serves without speculative decoding", f"start it with {ADVICE}", **numbers)
-        if about.algorithm.upper() != "EAGLE3":
-            return broken(
-                "engine",
-                f"{who} runs --speculative-algorithm {about.algorithm}: an EAGLE-3 drafter needs EAGLE3 (with EAGLE "
-                "nothing is accepted, without an error)",
-                f"start it with {ADVICE}",
-                **numbers,
-            )
-    if not served.answers:
-        return unknown("engine", f"{who}: {served.failures[0] if served.failures else 'no prompt was sent'}", **numbers)
-    if about.kind == "vllm" and not served.counted:
-        options = '{"method": "eagle3", "model": "DIR", "num_speculative_tokens": 3}'
-        text = f"{who} counts no drafts: it serves without speculative decoding"
-        return broken("engine", text, f"start it with --speculative-config '{options}'", **numbers)
-    if not served.verifications:
-        return unknown("engine", f"{who} counted no verification of {len(served.answers)} answers", **numbers)
-    told = f"{who}, {about.algorithm or 'speculating'}"
-    if served.accepted == 0 and served.verifications >= MIN_VERIFICATIONS and (ours_length or 0.0) > 1.1:
+    who = f"{about.engine} {about.version}".strip()
+    do = f"start it with {ADVICE[about.engine]}"
+    if not about.speculation and found is None:
+        return broken("engine", f"{who} serves without speculative decoding", do, **numbers)
+    if about.engine == "sglang" and about.speculation.upper() != "EAGLE3":
         return broken(
             "engine",
-            f"{told}: acceptance length is exactly 1.00 over {served.verifications} verifications, decoding here "
-            f"gives {ours_length:.2f}: the drafter gets no auxiliary states, or another method runs it",
-            f'SGLang: {ADVICE}; vLLM: "method": "eagle3" in --speculative-config',
+            f"{who} runs --speculative-algorithm {about.speculation}: an EAGLE-3 drafter needs EAGLE3 (with EAGLE "
+            "nothing is accepted, without an error)",
+            do,
             **numbers,
         )
-    return ok("engine", f"{told}, {served.verifications} verifications on {len(served.answers)} prompts", **numbers)
+    if not served.answers:
+        return unknown("engine", f"{who}: {served.failure or 'no prompt was sent'}", **numbers)
+    if not verifications:
+        why = _not_counted(served)
+        return unknown("engine", f"{who} counted no verification of {len(served.answers)} answers{why}", **numbers)
+    told = f"{who}, {about.speculation}"
+    if accepted == 0 and verifications >= MIN_VERIFICATIONS and (ours_length or 0.0) > 1.1:
+        return broken(
+            "engine",
+            f"{told}: acceptance length is exactly 1.00 over {verifications} verifications, decoding here gives "
+            f"{ours_length:.2f}: the drafter gets no auxiliary states, or another method runs it",
+            do,
+            **numbers,
+        )
+    return ok("engine", f"{told}, {verifications} verifications on {len(served.answers)} prompts", **numbers)
+
+
+def _not_counted(served: Served) -> str:
+    """Why the acceptance of some answers is not known, where that is known."""
+    if not served.foreign_tokens:
+        return ""
+    return (
+        f"; its counters also saw {served.foreign_tokens} tokens of other requests: ask a server that nobody else uses"
+    )
 
 
 def judge_served(
-    about: About, paper: Paper, target: Path, digest: str, quantised: str, served: Served, ours: Sequence[Ours]
+    served: Served, paper: Paper, target: Path, digest: str, quantised: str, ours: Sequence[Ours]
 ) -> Finding:
     """Has the server these weights? By its own paths where they can be read here, and by what it answers."""
     said: list[str] = []
-    numbers: dict[str, Any] = {"model": about.model, "draft": about.draft, "quantisation": about.quantisation}
+    about = served.about
+    numbers: dict[str, Any] = {"model": about.model_path, "draft": about.draft_path, "quantisation": about.quantisation}
     if about.quantisation and about.quantisation.lower() not in (quantised.lower(), "none"):
         return broken(
             "served",
@@ -132,8 +146,8 @@ def judge_served(
             "capture from the target as it is served, or serve it as it was captured",
             **numbers,
         )
-    there = Path(about.model)
-    if about.model and (there / "config.json").is_file():
+    there = Path(about.model_path)
+    if about.model_path and (there / "config.json").is_file():
         try:
             other, how = target_digest(there), quantisation(open_target(there).config)
         except EyasError as error:
@@ -148,12 +162,12 @@ def judge_served(
                 **numbers,
             )
         said.append("target of the same digest")
-    if about.draft and (Path(about.draft) / "config.json").is_file():
-        found = _differences(paper, Path(about.draft))
+    if about.draft_path and (Path(about.draft_path) / "config.json").is_file():
+        found = _differences(paper, Path(about.draft_path))
         if found:
             return broken(
                 "served",
-                f"the server's drafter {about.draft} is another one: {found}",
+                f"the server's drafter {about.draft_path} is another one: {found}",
                 f"start it with {paper.directory}",
                 **numbers,
             )
@@ -199,18 +213,21 @@ def judge_tokens(pairs: Sequence[tuple[list[int], list[int]]], failure: str) -> 
     )
 
 
-def judge_serving(about: About, served: Served, ours: Sequence[Ours], chain: int) -> Finding:
+def judge_serving(served: Served, ours: Sequence[Ours], chain: int) -> Finding:
     """The server's acceptance length against decoding here, on the same token ids, prompt by prompt."""
-    if not served.counted or not served.verifications or not ours:
-        return unknown("serving", "no counters to compare" if ours else "nothing was decoded here to compare with")
-    theirs = np.array([[a.accepted or 0, a.verifications or 0] for a in served.answers], dtype=np.float64)
-    mine = np.array([[o.accepted, o.verifications] for o in ours], dtype=np.float64)
+    if served.acceptance is None or not served.acceptance.verifications or not ours:
+        why = f"no counters to compare{_not_counted(served)}" if ours else "nothing was decoded here to compare with"
+        return unknown("serving", why)
+    pairs = [(a, o) for a, o in zip(served.told, ours, strict=False) if a is not None]
+    theirs = np.array([[a.accepted_tokens, a.verifications] for a, _ in pairs], dtype=np.float64)
+    mine = np.array([[_counted_as(a, o), o.verifications] for a, o in pairs], dtype=np.float64)
     here, there = 1 + mine[:, 0].sum() / max(1, mine[:, 1].sum()), 1 + theirs[:, 0].sum() / theirs[:, 1].sum()
     _, low, high = interval(theirs[:, 0], theirs[:, 1])
-    count = len(served.answers)
+    count = len(pairs)
     drawn = np.random.default_rng(0).integers(count, size=(NUM_RESAMPLES, count))
     a, b = theirs[drawn].sum(axis=1), mine[drawn].sum(axis=1)
     ratio = np.quantile((1 + a[:, 0] / np.maximum(1, a[:, 1])) / (1 + b[:, 0] / np.maximum(1, b[:, 1])), [0.005, 0.995])
+    verifications = served.acceptance.verifications
     numbers: dict[str, Any] = {
         "there": there,
         "interval": [1 + low, 1 + high],
@@ -218,22 +235,16 @@ def judge_serving(about: About, served: Served, ours: Sequence[Ours], chain: int
         "prompts": count,
         "ratio": [float(r) for r in ratio],
         "foreign_tokens": served.foreign_tokens,
-        "verifications": served.verifications,
+        "verifications": verifications,
     }
-    tree = f", a tree of top-k {about.topk}" if (about.topk or 1) > 1 else ""
+    topk = served.about.topk or 1
+    tree = f", a tree of top-k {topk}" if topk > 1 else ""
     text = (
         f"acceptance length {there:.2f} [{1 + low:.2f}, {1 + high:.2f}] there{tree}, {here:.2f} here, chains of "
-        f"{chain}, on the same {count} prompts ({served.verifications} verifications there)"
+        f"{chain}, on the same {count} prompts ({verifications} verifications there)"
     )
-    if served.foreign_tokens > 0.05 * sum(len(a.token_ids) for a in served.answers):
-        return unknown(
-            "serving",
-            f"{text}; its counters also saw {served.foreign_tokens} tokens of other requests: ask a server that "
-            "nobody else uses",
-            **numbers,
-        )
     if count < MIN_PROMPTS:
-        return unknown("serving", f"{text}; {count} prompts are too few", **numbers)
+        return unknown("serving", f"{text}; {count} prompts are too few{_not_counted(served)}", **numbers)
     if there - 1 < LESS * (here - 1) and ratio[1] < 1 and here - there > 0.05:
         return broken(
             "serving",
@@ -243,6 +254,12 @@ def judge_serving(about: About, served: Served, ours: Sequence[Ours], chain: int
             **numbers,
         )
     return ok("serving", text, **numbers)
+
+
+def _counted_as(there: Acceptance, ours: Ours) -> int:
+    """What was accepted here, as the server counts: one that tells no drafted tokens has told only verifications, and
+    what it accepted behind an answer's end is not known."""
+    return ours.accepted if there.drafted_tokens else max(0, len(ours.token_ids) - 1 - ours.verifications)
 
 
 def _differences(paper: Paper, there: Path) -> str:

@@ -19,7 +19,7 @@ import httpx
 from eyas.connections import Connections
 from eyas.errors import ConfigError, EngineError, EngineRefused, EngineUnavailable
 from eyas.evaluate.answers import Answer, BadStreamError, Sampling, Stream, ask_sglang, ask_vllm, brief
-from eyas.evaluate.counters import Counters, read_counters
+from eyas.evaluate.counters import Counters, difference, read_counters
 from eyas.generate.key import Key
 
 KEEPALIVE_S = 2.0
@@ -27,6 +27,9 @@ KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
 LOOK_TIMEOUT_S = 30.0
 """For what a server knows without computing."""
+SETTLE_S = 5.0
+"""How long a server may take to count an answer that it has sent."""
+SETTLE_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,10 @@ class About:
     """Branches at each step of the draft; 1 is a chain."""
     counts: bool
     """Whether it has counters to read."""
+    draft_path: str = ""
+    """Where the drafter lies, empty where it does not say: vLLM never does."""
+    quantisation: str = ""
+    """Of the target's weights, empty where it does not say."""
 
 
 class Server:
@@ -95,15 +102,41 @@ class Server:
         status, text = await self._get("/metrics")
         return read_counters(text, self._engine) if status == 200 else None
 
+    async def settled(self, before: Counters, answers: Sequence[Answer]) -> Counters:
+        """What its counters moved by, once they have counted these answers, or have had time to."""
+        tokens = sum(answer.num_new_tokens for answer in answers)
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            after = await self.counters()
+            moved = difference(before, after) if after is not None else None
+            if moved is None:
+                raise EngineUnavailable(f"{self.url}: was started anew in the middle: its counters began again")
+            counted = moved.requests >= len(answers) and moved.generated_tokens >= tokens
+            if counted or time.monotonic() > deadline:
+                return moved
+            await asyncio.sleep(SETTLE_PAUSE_S)
+
     async def token_ids(self, text: str) -> list[int] | None:
         """A text in its tokeniser; None where it does not say."""
-        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        status, told = await self._whole("POST", "/tokenize", json=body)
+        return (await self._tokenize({"prompt": text, "add_special_tokens": False}))[0]
+
+    async def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Messages in its chat template, with what asks for an answer behind them; EngineError where it cannot."""
+        ids, why = await self._tokenize({"messages": list(messages)})
+        if ids is None:
+            raise EngineError(f"{self.url}: makes no token ids of a conversation: {why}")
+        return ids
+
+    async def _tokenize(self, what: Mapping[str, Any]) -> tuple[list[int] | None, str]:
+        """Token ids, or why there are none."""
+        status, told = await self._whole("POST", "/tokenize", json={"model": self._model, **what})
+        why = f"it answers {status} to /tokenize: {brief(self._key.scrub(told))}"
         try:
             tokens = json.loads(told)["tokens"] if status == 200 else None
         except (ValueError, KeyError, TypeError):
-            return None
-        return tokens if isinstance(tokens, list) and all(isinstance(t, int) for t in tokens) else None
+            tokens = None
+        is_right = isinstance(tokens, list) and all(isinstance(t, int) for t in tokens)
+        return (tokens if is_right else None), why
 
     async def answer(self, prompt: Sequence[int], sampling: Sampling, *, salt: str, name: str) -> Answer:
         """Stream the answer to a prompt of token ids; `name` is the prompt's, for errors."""
@@ -185,6 +218,8 @@ class Server:
             num_draft_tokens=steps if speculation and isinstance(steps, int) else None,
             topk=told.get("speculative_eagle_topk") if speculation else None,
             counts=await self.counters() is not None,
+            draft_path=str(told.get("speculative_draft_model_path") or "") if speculation else "",
+            quantisation=str(told.get("quantization") or ""),
         )
 
     async def _look_at_vllm(self) -> About:

@@ -142,6 +142,12 @@ def of_counters(moved: Counters) -> Acceptance | None:
     )
 
 
+def of_one_answer(moved: Counters, num_new: int) -> Acceptance | None:
+    """What an answer of `num_new` tokens accepted; None where the counters saw anything beside it."""
+    counted_it = (round(moved.requests), round(moved.generated_tokens)) == (1, num_new)
+    return of_counters(moved) if counted_it else None
+
+
 def of_vllm(told: Mapping[str, Any]) -> Acceptance | None:
     """What vLLM says with an answer (`--per-request-spec-decode-metrics summary`): `metrics.speculative_decoding`."""
     histogram = told.get("acceptance_histogram")

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from eyas.config import DataConfig, EvaluateConfig, TargetConfig
 from eyas.data.tokenizer import tokenizer_files
-from eyas.errors import ConfigError, DataError, EngineError, EngineUnavailable
+from eyas.errors import ConfigError, DataError, EngineError
 from eyas.evaluate.answers import Answer, Sampling
 from eyas.evaluate.client import About, Server
-from eyas.evaluate.counters import Acceptance, Counters, difference, of_counters
+from eyas.evaluate.counters import Acceptance, Counters, of_one_answer
 from eyas.evaluate.prompts import BUILT_IN, Prompt, PromptReader, set_name, stop_ids
 from eyas.evaluate.server_receipt import ServerReceipt
 from eyas.evaluate.server_runs import Own, Run
@@ -28,9 +28,6 @@ from eyas.target.files import target_digest
 WARM_UP_TOKENS = 8
 TURN_CONCURRENCY = 8
 """Requests in flight while the prompts of later turns are made."""
-SETTLE_S = 5.0
-"""How long a server may take to count an answer that it has sent."""
-SETTLE_PAUSE_S = 0.02
 PROBE = "In 2026, 12,345 naïve eyasses – {x: [1]} – flew 7 km²:\n\tüber «Zürich»  and  back."
 """Words, digits, spaces and letters at which tokenisers differ."""
 
@@ -176,7 +173,7 @@ class _Evaluation:
         before = await server.counters()
         answers, _ = await _in_flight(server, prompts, sampling, size, self._salts)
         if before is not None:
-            await _settled(server, before, answers)
+            await server.settled(before, answers)
         return answers
 
     async def _runs(self, prompts: Sequence[Prompt]) -> AsyncGenerator[Run, None]:
@@ -219,7 +216,7 @@ class _Evaluation:
         else:
             answers, seconds = await _in_flight(server, asked, sampling, size, self._salts, show)
             told = [answer.acceptance for answer in answers]
-        moved = await _settled(server, before, answers) if before is not None else None
+        moved = await server.settled(before, answers) if before is not None else None
         return Run(size, repeat, side, tuple(order), tuple(answers), tuple(told), seconds, moved)
 
 
@@ -270,27 +267,11 @@ async def _one_by_one(
         show(len(answers))
         found = answer.acceptance
         if found is None and with_draft and before is not None and before.accepted_tokens is not None:
-            moved = await _settled(server, before, [answer])
-            counted_ours = (round(moved.requests), round(moved.generated_tokens)) == (1, answer.num_new_tokens)
-            found = of_counters(moved) if counted_ours else None
+            moved = await server.settled(before, [answer])
+            found = of_one_answer(moved, answer.num_new_tokens)
             before = await server.counters() or before
         told.append(found)
     return answers, told
-
-
-async def _settled(server: Server, before: Counters, answers: Sequence[Answer]) -> Counters:
-    """What the counters moved by, once they have counted these answers, or have had time to."""
-    tokens = sum(answer.num_new_tokens for answer in answers)
-    deadline = time.monotonic() + SETTLE_S
-    while True:
-        after = await server.counters()
-        moved = difference(before, after) if after is not None else None
-        if moved is None:
-            raise EngineUnavailable(f"{server.url}: was started anew in the middle: its counters began again")
-        counted = moved.requests >= len(answers) and moved.generated_tokens >= tokens
-        if counted or time.monotonic() > deadline:
-            return moved
-        await asyncio.sleep(SETTLE_PAUSE_S)
 
 
 def _seeded(sampling: Sampling, i: int) -> Sampling:
