@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import re
@@ -21,7 +22,7 @@ from eyas import cli
 from eyas import config as configuration
 from eyas.config import DataConfig, TargetConfig
 from eyas.data.table import SampleTable
-from eyas.errors import ConfigError, DataError, SpecMismatch
+from eyas.errors import ConfigError, DataError, OutOfSpace, SpecMismatch
 from eyas.evaluate import compare, offline
 from eyas.evaluate.compare import DecodeReceipt, Request
 from eyas.evaluate.offline import OfflineReceipt
@@ -186,6 +187,28 @@ def test_the_command_writes_what_it_prints(base: Path, tmp_path: Path) -> None:
         assert line in done.stdout
     with pytest.raises(ConfigError, match="need --decode"):
         cli.app(["evaluate", str(base / "run.toml"), "--limit", "2"], standalone_mode=False)
+
+
+def test_a_file_that_cannot_be_written_is_known_before_and_costs_no_result(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(out: Path) -> None:
+        cli.app(["evaluate", str(base / "run.toml"), "--out", str(out)], standalone_mode=False)
+
+    before = (base / "run.toml").read_text()
+    with pytest.raises(ConfigError, match="is the run file itself"):
+        asked(base / "run.toml")
+    with pytest.raises(ConfigError, match="is a directory; name a file in it"):
+        asked(tmp_path)
+    assert (base / "run.toml").read_text() == before
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("eyas.train.drafts.replace", full)
+    with pytest.raises(OutOfSpace):
+        asked(tmp_path / "out.json")
+    assert "held-out samples" in capsys.readouterr().out
 
 
 # -- prompts and sums --------------------------------------------------------------------------------------------------

@@ -245,17 +245,35 @@ def test_what_is_there_stays(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="exists already"):
         exported(trained, tmp_path / "out")
     assert (tmp_path / "out/mine").read_text() == "x"
+    with pytest.raises(ExportError, match="a part of its path is a file"):
+        exported(trained, tmp_path / "out/mine/out")
+
+
+def test_nothing_appears_that_was_not_audited(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def audit(*_: object, **__: object) -> None:
+        assert not (tmp_path / "out").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eyas.export.run.check", audit)
+    with pytest.raises(KeyboardInterrupt):
+        exported(trained, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_card_says_how_it_was_made_and_no_path(trained: Trained, tmp_path: Path) -> None:
     findings = trained.draft.parent / "decoding.json"
-    request = {"accepted": [1]}
-    findings.write_text(
-        json.dumps({"requests": [request], "acceptance_length_pooled": {"value": 1.44}, "position_acceptance": [0.4]})
-    )
+    decoded = {
+        "requests": [{"accepted": [1]}], "acceptance_length_pooled": {"value": 1.44}, "position_acceptance": [0.4],
+        "num_cut": 1, "max_new_tokens": 24, "device": "cpu", "dtype": "float32",
+    }  # fmt: skip
+    findings.write_text(json.dumps(decoded))
     out = tmp_path / "out"
     exported(trained, out, "vllm", target_name="someone/model")
+    named = exported(trained, tmp_path / "named", "vllm", target_name="a b; c")
     findings.unlink()
+    assert "--target-name 'a b; c'" in (Path(named.out) / "README.md").read_text()
     page = (out / "README.md").read_text()
     record = read_record(out)
     assert record is not None
@@ -268,6 +286,8 @@ def test_the_card_says_how_it_was_made_and_no_path(trained: Trained, tmp_path: P
         "| steps | 12 |",
         "| 0 | 1.000",
         "| acceptance length, pooled | 1.440 |",
+        "| new tokens of an answer, at most | 24 |",
+        "| answers cut by that: figures of their beginnings | 1 of 1 |",
         "vllm serve someone/model --dtype bfloat16 --speculative-config",
         "--speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFT",
         "eyas export RUN DRAFT --for vllm --dtype bfloat16 --draft-tokens 3 --target-name someone/model",
@@ -355,6 +375,7 @@ def test_what_is_missing_is_said_in_one_line_with_exit_code_2(tmp_path: Path) ->
     ]
     for arguments, words in (
         (("export",), "give RUN, OUT and --for"),
+        (("export", "--check", tmp_path, "--dtype", "float32", "--draft-tokens", "2"), "leave --dtype, --draft-tokens"),
         (("export", tmp_path / "a", tmp_path / "b"), "give RUN, OUT and --for"),
         (("export", tmp_path / "a", tmp_path / "b", "--for", "vllm"), "no such file or directory"),
         (("export", tmp_path, tmp_path / "b", "--for", "vllm"), "holds no drafter"),

@@ -370,6 +370,15 @@ def test_status_tells_what_is_wrong(tmp_path: Path) -> None:
     assert any(line.startswith("  best     acceptance length") for line in found.lines())
 
 
+def test_a_checkpoint_of_which_no_event_tells_is_told(tmp_path: Path) -> None:
+    a_run(tmp_path, until=50)
+    (tmp_path / "checkpoints/00000040").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "checkpoints/latest").symlink_to("00000040")
+    first = (tmp_path / "events.jsonl").read_text().splitlines()[0]
+    (tmp_path / "events.jsonl").write_text(first + "\nrubbish\n")
+    assert any("checkpoint of step 40: checkpoints/00000040" in line for line in status(tmp_path).lines())
+
+
 def test_other_directories_are_no_runs(tmp_path: Path) -> None:
     assert not is_run(tmp_path) and not is_run(tmp_path / "nowhere")
     EventLog(tmp_path / "events.jsonl", run_id="a").add("start", engine="fake")

@@ -262,6 +262,26 @@ def test_a_run_that_is_done_says_so_and_changes_nothing(tmp_path: Path, base: Pa
     assert events(out, "end")[-1]["state"] == "complete"
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"step": "4"}, "it is of step '4'"),
+        ({"step": 2}, "it is of step 2"),
+        ({"settings": [1]}, "of another type"),
+        ({"tokens": None}, "of another type"),
+    ],
+)
+def test_a_state_that_is_not_its_checkpoints_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    directory = tmp_path / "00000004"
+    directory.mkdir()
+    state = dataclasses.asdict(checkpoint.TrainState(4, 100, None, None, {}))
+    (directory / checkpoint.STATE).write_text(json.dumps(state))
+    assert checkpoint.read_state(directory).step == 4
+    (directory / checkpoint.STATE).write_text(json.dumps(state | changes))
+    with pytest.raises(TrainError, match=words):
+        checkpoint.read_state(directory)
+
+
 # -- killed, stopped --------------------------------------------------------------------------------------------------
 
 KILLED = ["train.epochs=4", "train.checkpoint_every=1"]

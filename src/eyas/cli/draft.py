@@ -16,6 +16,7 @@ from eyas.cli.edge import (
     need,
     need_directory,
     need_file,
+    not_the_run_file,
     result,
     say,
     stop_by_event,
@@ -92,6 +93,10 @@ def evaluate(
         raise ConfigError("--prompts and --limit need --decode or --server URL")
     if baseline_server is not None and server is None:
         raise ConfigError("--baseline-server needs --server URL, the server with the drafter")
+    if out is not None:
+        not_the_run_file(run, out, "--out")
+        if out.is_dir():
+            raise ConfigError(f"--out {out}: is a directory; name a file in it")
     stop_by_exception()
     from eyas.train import drafts
 
@@ -115,9 +120,10 @@ def evaluate(
         raise Stopped("stopped; nothing was written, the same command starts anew") from None
     file = out if out is not None else drafts.beside(found(), name)
     receipt = dataclasses.replace(receipt, file=str(file))
-    drafts.write(file, receipt.as_dict())
     progress.close()
+    # First of all it is said: minutes or hours of work do not end with a file that cannot be written.
     result(receipt.as_dict(), receipt.lines(), as_json=as_json)
+    drafts.write(file, receipt.as_dict())
 
 
 def _from_states(tree: Config, draft: Path, progress: log.Progress) -> tuple[str, Any]:

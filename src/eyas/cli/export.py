@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from eyas.config import TargetConfig
 
 
+DRAFT_TOKENS = 3
+
+
 class EngineChoice(StrEnum):
     SGLANG = "sglang"
     VLLM = "vllm"
@@ -40,11 +43,13 @@ def export(
         Path | None, typer.Argument(metavar="OUT", help="The directory to write; it must not exist.")
     ] = None,
     engine: Annotated[EngineChoice | None, typer.Option("--for", help="Who is to load it.")] = None,
-    dtype: Annotated[DtypeChoice, typer.Option(help="Of the weights.")] = DtypeChoice.BFLOAT16,
+    dtype: Annotated[DtypeChoice | None, typer.Option(help="Of the weights; default: bfloat16.")] = None,
     with_embedding: Annotated[
         bool, typer.Option("--with-embedding", help="Write the target's embedding, too; engines share it otherwise.")
     ] = False,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chain, in the launch lines.")] = 3,
+    draft_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a chain, in the launch lines; default: 3.")
+    ] = None,
     target: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The target; default: that of the run or of the training.")
     ] = None,
@@ -70,6 +75,12 @@ def export(
     if check is not None:
         if run is not None or out is not None:
             raise ConfigError("--check OUT writes nothing: give no RUN and no OUT beside it")
+        given = {
+            "--dtype": dtype, "--with-embedding": with_embedding, "--draft-tokens": draft_tokens,
+            "--target-name": target_name, "--aux-layers": aux_layers,
+        }  # fmt: skip
+        if idle := [name for name, value in given.items() if value]:
+            raise ConfigError(f"--check OUT compares with what OUT says of itself: leave {', '.join(idle)} away")
         _check(check, engine, target=target, draft=draft, as_json=as_json)
         return
     if run is None or out is None or engine is None:
@@ -80,9 +91,9 @@ def export(
         run,
         out,
         engine,
-        dtype=dtype,
+        dtype=dtype or DtypeChoice.BFLOAT16,
         with_embedding=with_embedding,
-        draft_tokens=draft_tokens,
+        draft_tokens=draft_tokens or DRAFT_TOKENS,
         target=target,
         target_name=target_name,
         aux_layers=_layers(aux_layers),

@@ -12,7 +12,7 @@ import typer
 
 from eyas.cli.app import AsJson, DataSetDir, app
 from eyas.cli.edge import result, say, stop_by_exception
-from eyas.errors import EXIT_FAILED
+from eyas.errors import EXIT_FAILED, ConfigError
 
 
 @app.command()
@@ -54,6 +54,8 @@ def _stand(root: Path) -> _Stand:
     if answers.is_answers(root):
         told = answers.status(root)
         return _Stand(told.as_dict(), told.lines(), told.alive)
+    if root.is_file():
+        raise ConfigError(f"{root}: a file that 'eyas generate' did not write; name it, or a run's directory")
     from eyas.train import status as training
 
     if training.is_run(root):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,12 @@ def _decoding(value: Mapping[str, Any]) -> str:
         return ""
     pooled, mean = (_estimate(value.get(f"acceptance_length_{which}")) for which in ("pooled", "request_mean"))
     positions = value.get("position_acceptance")
+    cut = value.get("num_cut")
     rows = {
         "prompts": len(requests),
+        "device, dtype": f"{value.get('device')}, {value.get('dtype')}",
+        "new tokens of an answer, at most": value.get("max_new_tokens"),
+        "answers cut by that: figures of their beginnings": f"{cut} of {len(requests)}" if cut else None,
         "chains of": value.get("num_draft_tokens"),
         "temperature": value.get("temperature"),
         "acceptance length, pooled": pooled,
@@ -158,7 +163,7 @@ def _made(record: ExportRecord, engine: Engine) -> str:
     parts = [f"eyas export RUN DRAFT --for {engine.name} --dtype {record.dtype}"]
     parts += ["--with-embedding"] * (record.embedding_dtype is not None)
     parts += [f"--draft-tokens {record.num_draft_tokens}"]
-    parts += [f"--target-name {record.target_name}"] * (record.target_name is not None)
+    parts += [f"--target-name {shlex.quote(record.target_name or '')}"] * (record.target_name is not None)
     return (
         f"## Made with\n\n```\n{' '.join(parts)}\n```\n\neyas {record.eyas}. `{RECORD}` holds the digests; "
         "`eyas export --check DRAFT --target TARGET` compares them."

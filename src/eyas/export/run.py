@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,11 +137,15 @@ def export(
     )
     flag = _dtype_flag(files.config, wanted.dtype)
     page = card(record, engine, files.config, extra, draft=draft, dtype_flag=flag)
-    engine_layout.write_directory(out, tensors, config, {CARD: page, RECORD: record.text()})
-    report = check(out, target=target, draft=draft, trust_remote_code=trust_remote_code)
-    if report.faults:
-        shutil.rmtree(out)
-        raise ExportError(f"{out}: not what was to be written: {'; '.join(report.faults)}")
+    reports: list[CheckReport] = []
+
+    def audit(written: Path) -> None:
+        found = check(written, target=target, draft=draft, trust_remote_code=trust_remote_code)
+        if found.faults:
+            raise ExportError(f"{out}: not what was to be written: {'; '.join(found.faults)}")
+        reports.append(dataclasses.replace(found, out=str(out)))
+
+    engine_layout.write_directory(out, tensors, config, {CARD: page, RECORD: record.text()}, audit=audit)
     return ExportReceipt(
         out=str(out),
         draft=str(draft),
@@ -161,7 +164,7 @@ def export(
             alone=wanted.target_name is not None and engine.layout == "speculators",
         ),
         notes=tuple(notes),
-        report=report,
+        report=reports[0],
     )
 
 

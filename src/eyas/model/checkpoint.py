@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +181,11 @@ def write_directory(
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any],
     files: Mapping[str, str] | None = None,
+    *,
+    audit: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Weights, `config.json` and more text `files` by name, in a hidden directory beside `directory`, flushed to disk,
-    which is then renamed. ExportError or OutOfSpace as in `save`."""
+    which is then renamed, unless `audit` raises for it. ExportError or OutOfSpace as in `save`."""
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -196,6 +198,7 @@ def write_directory(
         (temporary / WEIGHTS).chmod((temporary / CONFIG).stat().st_mode & 0o777)
         for name in (WEIGHTS, *texts, "."):
             fsync_path(temporary / name)
+        audit(temporary)
         # Over nothing or over an empty directory; anything else is refused by the system call itself.
         temporary.rename(directory)
         fsync_path(directory.parent)
@@ -203,6 +206,8 @@ def write_directory(
         number = getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise OutOfSpace(f"{directory}: no space left while writing the checkpoint", path=directory) from None
+        if number in (errno.EEXIST, errno.ENOTDIR) and not directory.parent.is_dir():
+            raise ExportError(f"{directory}: a part of its path is a file; choose another place") from None
         if number in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise ExportError(f"{directory}: exists already; give another directory or remove it") from None
         raise ExportError(f"{directory}: cannot be written: {error}") from error

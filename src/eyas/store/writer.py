@@ -170,8 +170,12 @@ def lock(path: Path) -> int:
             f"{path.parent}: {holder} is writing to it; wait, or stop that process ('eyas status {path.parent}')",
             path=path,
         ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise_store_error(error, path, "taking the lock")
     return fd
 
 

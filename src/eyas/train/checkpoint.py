@@ -133,7 +133,12 @@ def read_state(directory: Path) -> TrainState:
         version = value["format_version"]
         if version > FORMAT_VERSION:
             raise TrainError(f"{path}: format version {version}, this eyas knows {FORMAT_VERSION}; use a newer one")
-        return TrainState(**value)
+        state = TrainState(**value)
+        if state.step != int(directory.name):
+            raise ValueError(f"it is of step {state.step!r}")
+        if not (isinstance(state.tokens, int) and isinstance(state.settings, dict)):
+            raise ValueError("tokens or settings are of another type")
+        return state
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise TrainError(
             f"{path}: cannot be read ({error}); remove {directory} to go on from the checkpoint before it"

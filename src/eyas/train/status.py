@@ -193,7 +193,7 @@ def status(root: Path) -> Status:
         evals_since_best=evals_since_best,
         last_checkpoint=Saved(_whole(saved[-1]["step"]), str(saved[-1].get("path", "")), _age(saved[-1], "t", now))
         if saved
-        else None,
+        else _untold(root),
         free_bytes=shutil.disk_usage(root).free,
         problems=tuple(problems),
         hints=tuple(hints),
@@ -266,6 +266,15 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
+
+
+def _untold(root: Path) -> Saved | None:
+    """The latest checkpoint that is there, though no event tells of it."""
+    link = root / "checkpoints" / "latest"
+    if not link.is_dir():
+        return None
+    name = link.resolve().name
+    return Saved(int(name), f"checkpoints/{name}", None) if name.isdecimal() else None
 
 
 def _drop(events: list[Event], step: int) -> None:
