@@ -248,9 +248,9 @@ def judge_serving(served: Served, ours: Sequence[Ours], chain: int) -> Finding:
     if there - 1 < LESS * (here - 1) and ratio[1] < 1 and here - there > 0.05:
         return broken(
             "serving",
-            f"the drafter is served wrongly: {text}",
-            "compare layer ids, rope and dtype that the server logs with the checkpoint's; 'eyas export --check' "
-            "audits what the engine reads",
+            f"the drafter is served wrongly{'' if served.about.draft_path else ', or is another one'}: {text}",
+            "compare path, layer ids, rope and dtype of the drafter that the server logs with the checkpoint's; "
+            "'eyas export --check' audits what the engine reads",
             **numbers,
         )
     return ok("serving", text, **numbers)
