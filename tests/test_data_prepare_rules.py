@@ -395,18 +395,18 @@ def sample_of(ids: list[int], start: int, **labels: Any) -> Sample:
 
 def test_coverage_by_hand(tmp_path: Path) -> None:
     samples = [
-        # Supervised: 7 7 7 5 | 9 9 5 | 3. By frequency, ties to the lower id: 7, 5, 9, 3.
+        # Supervised: 7 7 7 5 | 9 9 5 | 3. In training by frequency, ties to the lower id: 7, 3, 5. 9 is held out.
         sample_of([1, 7, 7, 7, 5], 1, source="a", tags=("x", "y"), language="latin"),
         sample_of([1, 2, 9, 9, 5], 2, source="b", tags=("x",), split="held_out"),
         sample_of([1, 1, 1, 3], 3, source="a"),
     ]
     _, report = report_of(tmp_path, samples, (1, 2, 3, 100))
-    assert report.num_distinct == 4
+    assert (report.num_distinct, report.vocabulary_of) == (3, "train")
     assert (report.total.num_samples, report.total.num_tokens, report.total.num_supervised) == (3, 14, 8)
-    assert report.total.coverage == (0.375, 0.625, 0.875, 1.0)
+    assert report.total.coverage == (0.375, 0.5, 0.75, 0.75)
     by_name = {kind: {one.name: one for one in found} for kind, found in report.slices.items()}
-    assert by_name["source"]["a"].coverage == (0.6, 0.8, 0.8, 1.0)
-    assert by_name["source"]["b"].coverage == (0.0, 0.333333, 1.0, 1.0)
+    assert by_name["source"]["a"].coverage == (0.6, 0.8, 1.0, 1.0)
+    assert by_name["source"]["b"].coverage == (0.0, 0.0, 0.333333, 0.333333)
     assert by_name["split"]["held_out"].num_supervised == 3
     assert (by_name["tag"]["x"].num_tokens, by_name["tag"]["y"].num_tokens) == (10, 5)
     assert {name: one.num_samples for name, one in by_name["language"].items()} == {"latin": 1, "unknown": 2}

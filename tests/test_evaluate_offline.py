@@ -189,6 +189,16 @@ def test_the_command_writes_what_it_prints(base: Path, tmp_path: Path) -> None:
         cli.app(["evaluate", str(base / "run.toml"), "--limit", "2"], standalone_mode=False)
 
 
+def test_a_drafter_whose_logits_are_no_numbers_is_refused(base: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "draft"
+    shutil.copytree(drafts.find_draft(None, base / "run"), copy)
+    tensors = load_file(copy / "model.safetensors")
+    large = {name: tensors[name] * 1e25 for name in ("norm.weight", "lm_head.weight")}
+    save_file({**tensors, **large}, copy / "model.safetensors")
+    with pytest.raises(ConfigError, match="its logits are not finite numbers"):
+        evaluated(base, draft=copy)
+
+
 def test_a_file_that_cannot_be_written_is_known_before_and_costs_no_result(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

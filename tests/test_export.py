@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import tiny_models
 from export_data import SHAPE, VOCAB, Trained, make
@@ -22,6 +23,7 @@ from eyas.export.engines import ENGINES, launch, refusals
 from eyas.export.record import read_record
 from eyas.export.run import ExportReceipt, Wanted, export
 from eyas.model.checkpoint import load
+from eyas.target.head import TargetHead
 
 LAYER = {
     "self_attn.q_proj.weight": (32, 64),
@@ -247,6 +249,20 @@ def test_what_is_there_stays(trained: Trained, tmp_path: Path) -> None:
     assert (tmp_path / "out/mine").read_text() == "x"
     with pytest.raises(ExportError, match="a part of its path is a file"):
         exported(trained, tmp_path / "out/mine/out")
+
+
+def test_an_embedding_that_is_left_out_is_told(trained: Trained, tmp_path: Path) -> None:
+    own, same = tmp_path / "own", tmp_path / "same"
+    tensors = load_file(trained.draft / "model.safetensors")
+    targets = TargetHead.load(trained.target).embedding().float()
+    for directory, moved in ((own, 1), (same, 0)):
+        shutil.copytree(trained.draft, directory)
+        embedding = targets.clone()
+        embedding[:2] += moved
+        save_file({**tensors, "embed_tokens.weight": embedding}, directory / "model.safetensors")
+    found = export(own, tmp_path / "a", Wanted("vllm"), target=trained.target)
+    assert any("differs from the target's in 2 of 301 rows" in note for note in found.notes)
+    assert export(same, tmp_path / "b", Wanted("vllm"), target=trained.target).notes == ()
 
 
 def test_nothing_appears_that_was_not_audited(

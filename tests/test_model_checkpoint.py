@@ -114,6 +114,18 @@ def test_whoever_may_read_the_directory_may_read_its_weights(tmp_path: Path) -> 
     assert {oct(p.stat().st_mode & 0o777) for p in directory.iterdir()} == {"0o644"}
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"rope_theta": 5.0}, "rope_theta = 5.0 and 10000.0 in rope_parameters"), ({"rms_norm_eps": -1}, "makes no norm")],
+)
+def test_a_config_that_contradicts_itself_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    directory = written(tmp_path / "draft")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError, match=words):
+        load(directory)
+
+
 def test_config_has_both_spellings(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     path = written(tmp_path / "d", random_draft(replace(SHAPE, rope=rope)), extra={"fingerprint": "f" * 32})

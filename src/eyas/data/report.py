@@ -1,8 +1,9 @@
 """What the mix is: tokens by split, source, tag and language, and what a draft vocabulary would cover of each.
 
-A draft vocabulary of size `D` is taken to be the `D` token ids that are supervised most often in the whole table, the
-lower id first among equals; its coverage of a slice is the share of the slice's supervised tokens that are in it. Two
-passes over the table, memory by the vocabulary and the number of slices, not by rows.
+A draft vocabulary of size `D` is taken to be the `D` token ids that are supervised most often in the training split, as
+training takes them (in the whole table where it has no such split), the lower id first among equals; its coverage of a
+slice is the share of the slice's supervised tokens that are in it. Two passes over the table, memory by the vocabulary
+and the number of slices, not by rows.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from eyas.data.split import TRAIN
 from eyas.data.table import SampleTable
 from eyas.errors import DataError
 
@@ -54,8 +56,10 @@ class Report:
     table_digest: str
     draft_vocab_sizes: tuple[int, ...]
     num_distinct: int
-    """Token ids that are supervised at least once."""
+    """Token ids that are supervised at least once in that of which the vocabularies are."""
     total: Slice
+    vocabulary_of: str
+    """The split whose tokens make the vocabularies: `train`, or `all`."""
     slices: dict[str, tuple[Slice, ...]]
     """By kind: `split`, `source`, `tag` (a sample counts for each of its tags), `language`; the largest first."""
 
@@ -71,6 +75,7 @@ class Report:
             draft_vocab_sizes=tuple(value["draft_vocab_sizes"]),
             num_distinct=value["num_distinct"],
             total=_slice(value["total"]),
+            vocabulary_of=value["vocabulary_of"],
             slices={kind: tuple(map(_slice, slices)) for kind, slices in value["slices"].items()},
         )
 
@@ -78,9 +83,11 @@ class Report:
         """A compact table for people."""
         head = [f"{'':9}{'':24} {'samples':>10} {'tokens':>14} {'supervised':>14}"]
         head[0] += "".join(f" {f'{size:,}':>8}" for size in self.draft_vocab_sizes)
-        title = f"the mix; {self.num_distinct:,} different token ids are supervised"
+        where = " in training" * (self.vocabulary_of == TRAIN)
+        title = f"the mix; {self.num_distinct:,} different token ids are supervised{where}"
         if self.draft_vocab_sizes:
-            title += "; to the right: share of supervised tokens that a draft vocabulary of so many ids covers"
+            most = "the training split" if self.vocabulary_of == TRAIN else "all"
+            title += f"; to the right: share of supervised tokens that the so many most frequent ids of {most} cover"
         lines = [title, *head, _line("", "all", self.total)]
         for kind, slices in self.slices.items():
             if len(slices) == 1 and kind in ("source", "language"):
@@ -102,7 +109,7 @@ def _line(kind: str, name: str, one: Slice) -> str:
 
 def make_report(table: SampleTable, sizes: Sequence[int]) -> Report:
     """Count the table; DataError where it is damaged."""
-    frequencies = _frequencies(table)
+    frequencies, vocabulary_of = _frequencies(table)
     ranks = np.full(len(frequencies), np.iinfo(np.int64).max, dtype=np.int64)
     order = np.lexsort((np.arange(len(frequencies)), -frequencies))
     num_distinct = int(np.count_nonzero(frequencies))
@@ -124,6 +131,7 @@ def make_report(table: SampleTable, sizes: Sequence[int]) -> Report:
         draft_vocab_sizes=tuple(sizes),
         num_distinct=num_distinct,
         total=_named("all", total),
+        vocabulary_of=vocabulary_of,
         slices={kind: _largest(found) for kind, found in kinds.items() if found},
     )
 
@@ -168,15 +176,19 @@ def _supervised(batch: pa.RecordBatch) -> Iterator[npt.NDArray[np.int32]]:
         yield np.concatenate([ids[start + a : start + b] for a, b in pairs]) if pairs else ids[:0]
 
 
-def _frequencies(table: SampleTable) -> npt.NDArray[np.int64]:
-    """How often each token id is supervised."""
-    frequencies = np.zeros(0, dtype=np.int64)
-    for batch in table.batches(("token_ids", "loss_spans")):
-        found = np.bincount(np.concatenate(list(_supervised(batch))))
-        if len(found) > len(frequencies):
-            frequencies = np.concatenate([frequencies, np.zeros(len(found) - len(frequencies), dtype=np.int64)])
-        frequencies[: len(found)] += found
-    return frequencies
+def _frequencies(table: SampleTable) -> tuple[npt.NDArray[np.int64], str]:
+    """How often each token id is supervised, in the training split where there is one; and which was counted."""
+    counts = np.zeros((2, 0), dtype=np.int64)  # training, others
+    for batch in table.batches(("token_ids", "loss_spans", "split")):
+        ids = list(_supervised(batch))
+        others = np.array([split != TRAIN for split in batch.column("split").to_pylist()])
+        for kind in (0, 1):
+            rows = [row for row, other in zip(ids, others, strict=True) if other == kind]
+            found = np.bincount(np.concatenate(rows)) if rows else np.zeros(0, dtype=np.int64)
+            missing = max(0, len(found) - counts.shape[1])
+            counts = np.pad(counts, ((0, 0), (0, missing)))
+            counts[kind, : len(found)] += found
+    return (counts[0], TRAIN) if counts[0].any() else (counts.sum(0), "all")
 
 
 def _counts(

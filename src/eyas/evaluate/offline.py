@@ -23,6 +23,7 @@ from eyas.errors import ConfigError, DataError
 from eyas.log import Progress, human_time
 from eyas.model import checkpoint as engine_layout
 from eyas.model.eagle3 import Eagle3Draft
+from eyas.model.layout import CONFIG
 from eyas.records import UNKNOWN
 from eyas.store.reader import DataSet
 from eyas.target.head import TargetHead
@@ -90,7 +91,9 @@ class OfflineReceipt:
                 f"{label}: {one.num_samples:,} samples{few}, step-0 accuracy {accuracy or '–'}, length {length or '–'} "
                 f"(pooled, chains of {one.longest_chain})"
             )
-        return [*lines, *FORMULAS, *self.notes, f"file     {self.file}"]
+        warnings = [note for note in self.notes if note.startswith("warning: ")]
+        rest = [note for note in self.notes if note not in warnings]
+        return [*warnings, *lines, *FORMULAS, *rest, f"file     {self.file}"]
 
 
 def evaluate(
@@ -146,6 +149,8 @@ def evaluate(
             done += batch.num_tokens
             rate = done / (time.monotonic() - started)
             progress.show(f"evaluate: {done:,} of {total:,} tokens · {rate:,.0f} tokens/s")
+    if not np.isfinite(tally["loss_sum"]).all():
+        raise ConfigError(f"draft {draft}: its logits are not finite numbers: weights or {CONFIG} are damaged")
     if not tally["supervised"].any():
         raise DataError(f"{table.path}: no row of split '{config.split}' is supervised: nothing is drafted there")
     labels = [labels_of(samples.source(i), samples.tags(i), samples.language(i)) for i in indices.tolist()]
@@ -160,7 +165,7 @@ def evaluate(
         seconds=time.monotonic() - started,
         summary=summarize(tally),
         slices=slices(tally, labels),
-        notes=_notes(info.extra, data, config.split),
+        notes=_notes(info.extra, data, table, config.split),
     )
 
 
@@ -218,8 +223,15 @@ def _fields(model: Eagle3Draft, data: DataSet, draft: Path) -> tuple[int, ...] |
     return (*(spec.aux_layers.index(k) for k in shape.aux_layers), len(spec.aux_layers))
 
 
-def _notes(extra: Mapping[str, Any], data: DataSet, split: str) -> tuple[str, ...]:
+def _notes(extra: Mapping[str, Any], data: DataSet, table: SampleTable, split: str) -> tuple[str, ...]:
     notes = []
+    trained_with = (extra.get("settings") or {}).get("samples")
+    if split == "held_out" and trained_with not in (None, table.digest):
+        notes.append(
+            f"warning: the drafter was trained with another sample table ({trained_with}): what is held out in "
+            f"{table.path} may have been trained on, and then these figures are too good; "
+            "they hold where data.held_out and the first user turns are the same"
+        )
     trained_on, here = extra.get("target_digest"), data.spec.target_digest
     if trained_on and UNKNOWN not in (trained_on, here) and trained_on != here:
         notes.append(f"warning: the drafter was trained for target {trained_on}, these states are of {here}")

@@ -138,9 +138,13 @@ def _decoding(value: Mapping[str, Any]) -> str:
         "acceptance length, pooled": pooled,
         "acceptance length, request mean": mean,
         "acceptance at position 0, 1, …": ", ".join(f"{a:.3f}" for a in positions) if positions else None,
-        "answers equal to plain decoding": f"{value.get('num_identical')} of {len(requests)}",
+        # Drawn answers are equal in distribution only.
+        "answers equal to plain decoding": None
+        if value.get("temperature")
+        else f"{value.get('num_identical')} of {len(requests)}",
     }
-    return _table("Real decoding, transformers, batch size 1", rows)
+    warnings = [f"\n{note}" for note in value.get("notes") or () if str(note).startswith("warning: ")]
+    return _table("Real decoding, transformers, batch size 1", rows) + "\n".join(["", *warnings] if warnings else [])
 
 
 def _launch(

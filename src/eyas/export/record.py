@@ -63,6 +63,8 @@ def read_record(directory: Path) -> ExportRecord | None:
         # What a later version adds is left aside.
         record = ExportRecord(**{f.name: value[f.name] for f in dataclasses.fields(ExportRecord)})
         record.draft_shape()
+        if not isinstance(record.source, str):
+            raise TypeError(f"source is {record.source!r}")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

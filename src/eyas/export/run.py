@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from eyas.errors import ConfigError, ExportError
 from eyas.export.card import CARD, card
@@ -68,7 +71,7 @@ class ExportReceipt:
             *self.notes,
             *self.report.notes,
             f"launch   {self.launch}",
-            f"again    eyas export --check {self.out}",
+            f"again    eyas export --check {shlex.quote(self.out)}",
         ]
 
 
@@ -105,8 +108,10 @@ def export(
             f"{model.shape.max_position_embeddings:,}"
         )
     embedding = None
-    if wanted.with_embedding and not shape.own_embedding:
+    if not shape.own_embedding and (wanted.with_embedding or info.has_embedding):
         embedding = TargetHead.load(target, trust_remote_code=trust_remote_code).embedding()
+        notes += _other_embedding(model.embed_tokens.weight, embedding) if info.has_embedding else []
+        embedding = embedding if wanted.with_embedding else None
     tensors = engine_layout.tensors_of(
         model, vocab_map, out, dtype=wanted.dtype, layout=engine.layout, embedding=embedding
     )
@@ -197,6 +202,15 @@ def _other_target(
         f"warning: trained on states of target {captured} ({there}), this one is quantised otherwise ({here}): "
         "acceptance may be lower; measure it"
     ]
+
+
+def _other_embedding(own: torch.Tensor, targets: torch.Tensor) -> list[str]:
+    """What is to be told of an embedding that the checkpoint has and the export has not."""
+    differ = (own.to(targets.dtype) != targets).any(1).sum()
+    return [
+        f"warning: the checkpoint's own embedding differs from the target's in {int(differ):,} of {len(targets):,} "
+        "rows and is left out, since engines share the target's: it may draft otherwise"
+    ] if differ else []  # fmt: skip
 
 
 def _told(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,10 +35,17 @@ class DraftShape:
     """EAGLE-3.1: a step hands on its state after the final norm instead of before it."""
 
     def __post_init__(self) -> None:
+        for name in ("target_hidden_size", "vocab_size", "hidden_size", "draft_vocab_size", "num_heads", "num_kv_heads",
+                     "head_dim", "intermediate_size", "num_layers", "max_position_embeddings"):  # fmt: skip
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} = {value!r}, not a positive whole number")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"a draft vocabulary of {self.draft_vocab_size} of {self.vocab_size} tokens")
+        if not self.rms_norm_eps > 0:
+            raise ValueError(f"rms_norm_eps = {self.rms_norm_eps}, which makes no norm")
         if not self.aux_layers:
             raise ValueError("an EAGLE-3 drafter needs at least one auxiliary layer")
 

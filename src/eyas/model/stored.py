@@ -142,6 +142,12 @@ def _read(file: Path, name: str) -> torch.Tensor:
     return tensor
 
 
+_WHERE_GIVEN = (
+    "as hidden-state indices, k = after k decoder layers (--aux-layers, evaluate.aux_layers or "
+    "draft.start_from_aux_layers)"
+)
+
+
 def _shape_of(
     directory: Path, config: Mapping[str, Any], found: _Found, aux_layers: Sequence[int] | None
 ) -> tuple[Layout, DraftShape]:
@@ -162,6 +168,12 @@ def _shape_of(
 
     hidden, heads, vocab_size = size("hidden_size"), size("num_attention_heads"), size("vocab_size")
     switches = {**config, **_mapping(directory, config, "eagle_config")}
+    told = _mapping(directory, layer, "rope_parameters").get("rope_theta")
+    if None not in (told, layer.get("rope_theta")) and told != layer["rope_theta"]:
+        raise ConfigError(
+            f"draft {directory}: {CONFIG} has rope_theta = {layer['rope_theta']} and {told} in rope_parameters; "
+            "engines read one or the other: correct it"
+        )
     try:
         rope = plain_rope(standard_rope(layer))
     except ConfigError as error:
@@ -227,13 +239,10 @@ def _aux_layers(directory: Path, config: Mapping[str, Any], given: Sequence[int]
     elif not readings:
         raise ConfigError(
             f"draft {directory}: {CONFIG} does not say which layers of the target it was trained on; give aux_layers "
-            "as hidden-state indices (k = after k decoder layers)"
+            f"{_WHERE_GIVEN}"
         )
     elif len(readings) > 1:
-        raise ConfigError(
-            f"draft {directory}: layers disagree: {said}; give aux_layers as hidden-state indices (k = after k decoder "
-            "layers)"
-        )
+        raise ConfigError(f"draft {directory}: layers disagree: {said}; give aux_layers {_WHERE_GIVEN}")
     else:
         layers = readings.pop()
     if list(layers) != sorted(set(layers)) or min(layers, default=-1) < 0:
