@@ -116,8 +116,8 @@ def judge_engine(served: Served, ours_length: float | None) -> Finding:
         return broken(
             "engine",
             f"{told}: acceptance length is exactly 1.00 over {verifications} verifications, decoding here gives "
-            f"{ours_length:.2f}: the drafter gets no auxiliary states, or another method runs it",
-            do,
+            f"{ours_length:.2f}: the drafter gets no auxiliary states, or another method or drafter runs there",
+            f"{do}, where DIR is this checkpoint",
             **numbers,
         )
     return ok("engine", f"{told}, {verifications} verifications on {len(served.answers)} prompts", **numbers)
