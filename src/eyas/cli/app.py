@@ -36,5 +36,8 @@ RunFile = Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The run's con
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of single fields.")
 ]
+DraftDir = Annotated[
+    Path | None, typer.Option("--draft", metavar="DIR", help="A checkpoint; default: the best one of train.out.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DataSetDir = Annotated[Path, typer.Argument(metavar="DIR", help="A data set: the directory named by capture.out.")]

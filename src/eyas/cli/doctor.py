@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from eyas import log
-from eyas.cli.app import AsJson, Overrides, RunFile, app
+from eyas.cli.app import AsJson, DraftDir, Overrides, RunFile, app
 from eyas.cli.edge import first_line, load, need, need_file, result, say, stop_by_exception
 from eyas.errors import EXIT_FAILED, Stopped
 
@@ -25,9 +24,7 @@ def _doctor() -> None:
 def acceptance(
     run: RunFile,
     overrides: Overrides = None,
-    draft: Annotated[
-        Path | None, typer.Option("--draft", metavar="DIR", help="A checkpoint; default: the best one of train.out.")
-    ] = None,
+    draft: DraftDir = None,
     server: Annotated[
         str | None, typer.Option("--server", metavar="URL", help="An SGLang or vLLM server that serves the drafter.")
     ] = None,

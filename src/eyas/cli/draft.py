@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eyas import config, log
-from eyas.cli.app import AsJson, Overrides, RunFile, app
+from eyas.cli.app import AsJson, DraftDir, Overrides, RunFile, app
 from eyas.cli.edge import (
     first_line,
     load,
@@ -65,9 +65,7 @@ def train(run: RunFile, overrides: Overrides = None, as_json: AsJson = False) ->
 def evaluate(
     run: RunFile,
     overrides: Overrides = None,
-    draft: Annotated[
-        Path | None, typer.Option("--draft", metavar="DIR", help="A checkpoint; default: the best one of train.out.")
-    ] = None,
+    draft: DraftDir = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="JSON; default: beside the checkpoint.")
     ] = None,

@@ -15,7 +15,7 @@ import torch
 from eyas.errors import ConfigError, ExportError
 from eyas.export.card import CARD, card
 from eyas.export.check import CheckReport, check
-from eyas.export.engines import ENGINES, Engine, EngineName, config_for, launch, refusals
+from eyas.export.engines import ENGINES, EngineName, config_for, launch, refusals
 from eyas.export.golden import DTYPES
 from eyas.export.record import RECORD, ExportRecord
 from eyas.export.weights import read_weights, weights_digest
@@ -227,6 +227,3 @@ def _dtype_flag(target_config: Mapping[str, Any], dtype: str) -> str | None:
     names = ("dtype", "torch_dtype")
     own = next((str(c[n]) for c in (target_config, text) for n in names if c.get(n)), None)
     return None if own == dtype != "float32" else dtype
-
-
-__all__ = ["Engine", "ExportReceipt", "Wanted", "export"]

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from eyas.config import CaptureConfig, EngineConfig, ServeConfig, TargetConfig
@@ -120,7 +119,7 @@ def plan_server(
             problems.append(f"target.path: {error}")
     aux_layers = capture.aux_layers
     if files is not None:
-        num_layers = text_config(files).get("num_hidden_layers")
+        num_layers = files.text_config.get("num_hidden_layers")
         if isinstance(num_layers, int):
             aux_layers = default_aux_layers(num_layers) if aux_layers is None else aux_layers
             if list(aux_layers) != sorted(set(aux_layers)) or any(not 0 <= k <= num_layers for k in aux_layers):
@@ -202,15 +201,9 @@ def environment(kind: Kind, places: Places, inherited: Mapping[str, str]) -> dic
     return {"PYTHONPATH": os.pathsep.join(path), **kind.environment(places.settings.absolute(), inherited)}
 
 
-def text_config(files: TargetFiles) -> Mapping[str, Any]:
-    """The part of a target's `config.json` that is about its language model."""
-    part = files.config.get("text_config")
-    return part if isinstance(part, dict) else files.config
-
-
 def bytes_per_token(files: TargetFiles, dtype: str, aux_layers: tuple[int, ...]) -> int | None:
     """What one token of a sample takes in the staging directory; None where it cannot be told from the files."""
-    config = text_config(files)
+    config = files.text_config
     if dtype == "auto":
         told = [holder.get(key) for holder in (config, files.config) for key in ("dtype", "torch_dtype")]
         dtype = next((str(value) for value in told if value), "")

@@ -22,7 +22,7 @@ from eyas.log import Progress, human_bytes, human_time
 from eyas.observe import heartbeat
 from eyas.observe.heartbeat import Heartbeat
 from eyas.serve.causes import how_it_ended, likely_cause
-from eyas.serve.command import ServerPlan, context_problem, quota_problem, text_config
+from eyas.serve.command import ServerPlan, context_problem, quota_problem
 from eyas.serve.process import ServerProcess, note
 from eyas.serve.watch import Watch
 from eyas.store.files import Files, raise_store_error
@@ -369,7 +369,7 @@ def _engine(plan: ServerPlan, said: Mapping[str, Any]) -> str:
 
 def _difference(plan: ServerPlan, said: Mapping[str, Any]) -> str | None:
     """How a server's hello differs from what was asked for."""
-    config = text_config(plan.target)
+    config = plan.target.text_config
     for key, name in (("num_hidden_layers", "num_layers"), ("hidden_size", "hidden_size")):
         if isinstance(config.get(key), int) and config[key] != said.get(name):
             return f"it serves another model ({said.get('model_path')}: {key} {said.get(name)}, not {config[key]})"

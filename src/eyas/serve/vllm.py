@@ -94,7 +94,7 @@ def extracted_layers(start: Start) -> list[int]:
     """The hidden-state indices that vLLM extracts: ours, the number of layers for the last state before the norm, and
     the state before each of ours, where a check will need it. Raises ConfigError.
     """
-    config = start.files.config.get("text_config") or start.files.config
+    config = start.files.text_config
     num_layers = config.get("num_hidden_layers")
     if not isinstance(num_layers, int):
         raise ConfigError(f"target.path: {start.model}/config.json has no num_hidden_layers")
@@ -133,7 +133,7 @@ def max_tokens(extra: Mapping[str, Any], files: TargetFiles) -> tuple[str, int] 
     if "max-model-len" in flags:
         limit, field = flags["max-model-len"], "engine.extra.max-model-len"
     else:
-        config = files.config.get("text_config") or files.config
+        config = files.text_config
         limit, field = config.get("max_position_embeddings"), "engine.extra.max-model-len (not set: the target's own)"
     return (field, limit - 1) if type(limit) is int and limit > 0 else None
 

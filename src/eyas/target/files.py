@@ -54,6 +54,12 @@ class TargetFiles:
     """The safetensors files that hold the weights, by name."""
 
     @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The part of `config.json` that is about the language model, where the target is multimodal."""
+        part = self.config.get("text_config")
+        return part if isinstance(part, Mapping) and part else self.config
+
+    @property
     def config_digest(self) -> str:
         """Digest of `config.json` without the fields that cannot change a value."""
         return digest_bytes(canonical_json({k: v for k, v in self.config.items() if k not in _CONFIG_NOISE}))
