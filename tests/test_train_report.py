@@ -348,7 +348,7 @@ def test_status_of_a_run_that_was_killed_and_of_one_that_failed(tmp_path: Path) 
     assert found.alive is False and found.eta_s is None
     assert found.headline().startswith("dead: pid") and "goes on from here" in found.headline()
     beat_of_a_dead_process(tmp_path, state="failed", error="loss is nan at step 51")
-    assert status(tmp_path).headline().startswith("failed;")
+    assert status(tmp_path).headline() == "failed; the error says what to do"
     assert "  error    loss is nan at step 51" in status(tmp_path).lines()
     beat_of_a_dead_process(tmp_path, state="complete")
     assert status(tmp_path).headline() == "complete"

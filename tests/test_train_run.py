@@ -351,9 +351,12 @@ def test_a_signal_saves_and_exits_3_and_the_same_command_completes(
     assert 1 <= done < 20 and checkpoints(out)[-1] == f"{done:08d}"
     assert child.errors() == [f"eyas: {out}: stopped after step {done}, saved; the same command goes on from here"]
     assert events(out, "end")[-1]["state"] == "stopped"
+    assert "stopped; the same train command goes on from here" in (out / "report.html").read_text()
     code, child = eyas(tmp_path, *command)
     assert code == 0 and f"goes on from {out}" in child.said(), child.said()
     assert_same_end(out, twenty_steps)
+    page = (out / "report.html").read_text()
+    assert '<p class="dim">complete · ' in page and "running as" not in page
 
 
 @pytest.mark.parametrize(

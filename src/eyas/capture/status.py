@@ -20,7 +20,6 @@ from eyas.store.plan import open_segments
 from eyas.store.writer import read_head
 
 UNREADABLE = "heartbeat.json cannot be read: whether a capture runs here is not known"
-FINAL_STATES = ("complete", "stopped", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +101,10 @@ class Status:
             return heartbeat.running(self.state, self.process, alive=self.alive, age_s=self.heartbeat_age_s)
         if self.state == "complete" and not self.pending:
             return "complete"
-        if self.state in FINAL_STATES and self.state != "complete":
-            return f"{self.state}; the same capture command goes on from here"
-        if self.state == "complete" and self.pending:
+        if self.state == "complete":
             return f"incomplete: {self.pending:,} samples are pending again; the same capture command captures them"
-        if self.pending:
-            return f"dead: {self.process} ended while {self.state}; the same capture command goes on from here"
+        if self.pending or self.state in heartbeat.ENDED:
+            return heartbeat.ended(self.state, self.process, command="capture")
         return "complete"
 
 

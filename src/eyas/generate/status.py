@@ -74,8 +74,7 @@ class AnswersStatus:
             return "nobody asks servers for it" if self.answered + self.rejected else "nothing is answered yet"
         if self.state == "complete":
             return "complete"
-        ended = self.state if self.state in ("stopped", "failed") else f"dead: {self.process} ended while {self.state}"
-        return f"{ended}; the same generate command goes on from here"
+        return heartbeat.ended(self.state, self.process, command="generate")
 
 
 def is_answers(path: Path) -> bool:

@@ -15,6 +15,8 @@ from eyas.log import human_time
 
 STALE_S = 15.0
 """A live process beats every second; an older heartbeat means a machine that hangs or a clock that jumped."""
+ENDED = ("stopped", "failed")
+"""States that a process which ended before its work was done says itself."""
 
 
 def process_identity() -> dict[str, Any]:
@@ -49,6 +51,14 @@ def running(state: str, process: str, *, alive: bool | None, age_s: float | None
     if age_s is not None and age_s > STALE_S:
         return f"running as {process}, but silent for {human_time(age_s)} while {state}"
     return f"running as {process}: {state}"
+
+
+def ended(state: str, process: str, *, command: str) -> str:
+    """What a status says of a process that is gone with work left; `command`: the stage's, `eyas {command}`."""
+    if state == "failed":
+        return "failed; the error says what to do"
+    how = state if state in ENDED else f"dead: {process} ended while {state}"
+    return f"{how}; the same {command} command goes on from here"
 
 
 class Heartbeat:

@@ -57,7 +57,7 @@ svg .band { stroke: none; opacity: .18; }
 .legend i { display: inline-block; width: .9em; height: .25em; margin: 0 .35em .2em 0; border-radius: 2px; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; }
 td, th { border-bottom: 1px solid var(--rule); padding: .25rem .7rem .25rem 0; text-align: left; vertical-align: top; }
-th { font-weight: 600; } .numbers td, .numbers th { text-align: right; white-space: nowrap; padding: .25rem .45rem; }
+th { font-weight: 600; } .numbers td, .numbers th { text-align: right; white-space: nowrap; padding: .25rem .35rem; }
 .numbers th { white-space: normal; vertical-align: bottom; min-width: 3.2rem; }
 .numbers td:first-child, .numbers th:first-child { text-align: left; } tr.worst td { background: var(--bad); }
 tr.small td { color: var(--dim); } .facts { display: grid; gap: 1.2rem 2.5rem; align-items: start;
@@ -78,6 +78,11 @@ class Run:
     evals: list[tuple[Event, Summary]]
     checkpoints: list[Event]
     end: Event | None
+
+    @property
+    def ended(self) -> Event | None:
+        """How the run ended, where no later start went on from there."""
+        return self.end if self.end is not None and self.end.get("run") == self.start.get("run") else None
 
     @property
     def baselines(self) -> Event:
@@ -102,6 +107,8 @@ def write_report(run_dir: Path, *, png: bool = True) -> list[Path]:
     now = status(run_dir)
     run = read_run(run_dir)
     charts = charts_of(run)
+    if run.ended:  # its process writes this page and still holds the lock
+        now = dataclasses.replace(now, alive=False, state=str(run.ended.get("state", "")))
     notes = [*now.problems, *filter(None, [now.last_error])]
     whole = "".join(page(run, charts, headline=now.headline(), notes=notes))
     written = [_write(run_dir / PAGE, lambda path: path.write_text(whole, encoding="utf-8"))]
@@ -252,7 +259,7 @@ def _best(run: Run, best: tuple[Event, Summary] | None) -> Iterator[str]:
     few = "; too few to conclude from" if summary.small else ""
     yield f"<p>Step {event['step']:,}, {text(where)} · {summary.num_samples:,} samples{few}.</p>\n"
     head = ["step", "rows", "loss", "accuracy", "in vocabulary", "accuracy within", "cumulative", "conditional"]
-    head += ["drafted", "acceptance length, pooled", "… mean of the samples"]
+    head += ["acceptance length, pooled", "… mean of the samples"]
     rows = [
         [
             f"{s}",
@@ -263,7 +270,6 @@ def _best(run: Run, best: tuple[Event, Summary] | None) -> Iterator[str]:
             _shown(summary.accuracy_in_vocab[s]),
             _shown(summary.cumulative[s]),
             _shown(summary.conditional[s]),
-            f"{s + 1}",
             _shown(summary.acceptance_length_pooled[s]),
             _shown(summary.acceptance_length_sample_mean[s]),
         ]
@@ -279,7 +285,7 @@ def _best(run: Run, best: tuple[Event, Summary] | None) -> Iterator[str]:
     yield (
         '<p class="dim">Accuracy counts a true token outside the draft vocabulary as a miss; “within” leaves those '
         "out. Cumulative: all steps so far were right. Conditional: right, given that all earlier ones were. "
-        "Acceptance length: tokens per target forward for a chain of so many drafted tokens, the bonus token included; "
+        "Acceptance length: tokens per target forward for a chain that ends with this step, the bonus token included; "
         "pooled = 1 + the sum of the cumulative accuracies; in the mean each conversation weighs the same. In "
         "brackets: 95 % bootstrap intervals over samples.</p>\n"
     )

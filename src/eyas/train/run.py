@@ -117,6 +117,8 @@ class _Run:
             return self._receipt(seconds, waited_s)
         except BaseException as error:
             self.monitor.end(error)
+            if self.ranks.first:
+                self._page(png=False)
             raise
 
     def _take_up(self) -> Path | None:
@@ -289,7 +291,7 @@ class _Run:
         """The report; a page that cannot be written costs no training."""
         try:
             return write_report(self.out, png=png)
-        except TrainError as error:
+        except (TrainError, OSError) as error:
             self.monitor.say(str(error))
             return []
 

@@ -20,7 +20,6 @@ from eyas.train.metrics import Estimate, Summary
 EVENTS = "events.jsonl"
 HEARTBEAT = "heartbeat.json"
 STAGE = "train"
-FINAL_STATES = ("complete", "stopped", "failed")
 UNREADABLE = "heartbeat.json cannot be read: whether a training runs here is not known"
 MUCH_WAITING = 0.1
 """Share of the time waiting for data from which on it is worth a word."""
@@ -134,8 +133,7 @@ class Status:
             return heartbeat.running(self.state, self.process, alive=self.alive, age_s=self.heartbeat_age_s)
         if self.state == "complete":
             return "complete"
-        ended = self.state if self.state in FINAL_STATES else f"dead: {self.process} ended while {self.state}"
-        return f"{ended}; the same train command goes on from here"
+        return heartbeat.ended(self.state, self.process, command="train")
 
 
 def is_run(root: Path) -> bool:
