@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -573,6 +574,18 @@ def test_a_write_that_stops_leaves_no_checkpoint(tmp_path: Path, monkeypatch: py
         written(tmp_path / "d")
     assert type(caught.value).__name__ == "OutOfSpace"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    left, written_now, other = (tmp_path / name for name in (".d.0123abcd.tmp", ".d.4567abcd.tmp", ".de.0123abcd.tmp"))
+    for path in (left, written_now, other):
+        path.mkdir()
+        (path / "model.safetensors").touch()
+    writer = os.open(written_now, os.O_RDONLY)
+    fcntl.flock(writer, fcntl.LOCK_EX)
+    written(tmp_path / "d")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["d", written_now.name, other.name])
+    os.close(writer)
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -5,9 +5,13 @@ Letters: `H` the drafter's hidden size, `V` target vocabulary, `D` draft vocabul
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import glob
 import json
 import logging
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -185,11 +189,17 @@ def write_directory(
     audit: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Weights, `config.json` and more text `files` by name, in a hidden directory beside `directory`, flushed to disk,
-    which is then renamed, unless `audit` raises for it. ExportError or OutOfSpace as in `save`."""
+    which is then renamed, unless `audit` raises for it; what a killed writer left there is removed. ExportError or
+    OutOfSpace as in `save`."""
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
+    held = -1
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(directory)
         temporary.mkdir()
+        held = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # some network file systems lock no directories: nothing is removed there
+            fcntl.flock(held, fcntl.LOCK_EX)  # says that its writer lives
         save_file(dict(tensors), temporary / WEIGHTS, metadata={"format": "pt"})
         texts = {CONFIG: config_text(config), **(files or {})}
         for name, text in texts.items():
@@ -213,3 +223,17 @@ def write_directory(
         raise ExportError(f"{directory}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if held >= 0:
+            os.close(held)
+
+
+def _remove_left(directory: Path) -> None:
+    """Remove the hidden directories beside `directory` whose writers are gone."""
+    for left in directory.parent.glob(f".{glob.escape(directory.name)}.????????.tmp"):
+        with contextlib.suppress(OSError):  # it is another's, or gone already
+            fd = os.open(left, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(fd)
