@@ -33,6 +33,8 @@ from eyas.engine.staged import RequestName
 from eyas.engine.stager import Stager
 
 torch.set_num_threads(1)
+_COMPUTING = threading.Lock()
+"""Several stand-ins of one process share a model, and its hooks with it."""
 
 
 @dataclass
@@ -221,6 +223,10 @@ class StandIn:
     @torch.inference_mode()
     def states(self, ids: list[int]) -> tuple[dict[str, torch.Tensor], list[float]]:
         """Every hidden state of a sequence by field, and the log-probabilities of its tokens but the first."""
+        with _COMPUTING:
+            return self._states(ids)
+
+    def _states(self, ids: list[int]) -> tuple[dict[str, torch.Tensor], list[float]]:
         inner = self.model.model
         before: list[torch.Tensor] = []
         added: list[torch.Tensor] = []

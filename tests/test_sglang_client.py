@@ -29,7 +29,7 @@ from eyas.capture.estimate import probe_tokens_per_s
 from eyas.capture.run import Receipt
 from eyas.config import EngineConfig, TargetConfig
 from eyas.data.table import SampleTable
-from eyas.engine import asking, client, session, staged
+from eyas.engine import asking, client, reference, session, staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest
 from eyas.engine.hf import HfEngine
 from eyas.engine.sglang.client import SglangEngine
@@ -614,7 +614,7 @@ def test_a_stop_ends_the_run_within_seconds(
         release.wait(20)
 
     if where == "loading_the_check":
-        monkeypatch.setattr(client, "layer_check", load)
+        monkeypatch.setattr(reference, "layer_check", load)
     world.serve(act if where == "probe" else right if where == "loading_the_check" else after_probe(act))
     monkeypatch.setattr("eyas.capture.loop.STOP_GRACE_S", 0.5)
     start = time.monotonic()

@@ -47,6 +47,10 @@ class EngineGone(EngineError):
     exit_code = EXIT_INCOMPLETE
 
 
+class EngineWrong(EngineError):
+    """The engine's states are wrong, and what it answered before may be so, too: the run stops."""
+
+
 class EngineRefused(EngineError):
     """The engine will never answer this sample (400, 413, 422, too long): a reject, not a retry."""
 

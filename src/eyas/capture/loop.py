@@ -116,7 +116,7 @@ class Loop:
             if isinstance(outcome.error, EngineRefused):
                 self._reject(slot, "refused", str(outcome.error))
             else:
-                self._retry(slot, str(outcome.error))
+                self._ask_again(slot, outcome)
             return
         try:
             check_answer(outcome, slot.token_ids, self._spec)
@@ -124,12 +124,19 @@ class Loop:
             self._reject(slot, error.reason, str(error))
             return
         if outcome.reference is not None:
-            report = check_values(outcome, self._spec, self._head)
+            try:
+                report = check_values(outcome, self._spec, self._head)
+            except CaptureMismatch as error:
+                if outcome.server:
+                    error.args = (f"{error} (answered by {outcome.server})",)
+                raise
             self._counts.checked_samples += 1
             self._monitor.events.add("check", sample_id=slot.sample_id, found=report.line())
         self._burst = self._restarts = 0
         self._counts.answered_samples += 1
         self._counts.answered_tokens += slot.num_tokens
+        if outcome.server:
+            self._monitor.on_answer(outcome.server, slot.shard.plan.shard_id, slot.num_tokens)
         self._asker.remember(CaptureRequest(slot.sample_id, slot.token_ids, slot.attempt))
         self._sink.put(Done(slot, outcome.fields))
 
@@ -151,6 +158,13 @@ class Loop:
             del self._outstanding[outcome.sample_id]
         self._requests.settle()
         return slot
+
+    def _ask_again(self, slot: Slot, failure: CaptureFailure) -> None:
+        if failure.suspect and not slot.alone:
+            # It was not alone with the servers that died, so it is not blamed yet.
+            self._requests.retry(slot, after_s=0.0, alone=True)
+        else:
+            self._retry(slot, str(failure.error), alone=failure.suspect)
 
     def _retry(self, slot: Slot, why: str, *, alone: bool = False) -> None:
         if slot.attempt >= self._config.max_attempts:

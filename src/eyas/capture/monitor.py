@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +48,9 @@ class Counts:
     new_bytes: int = 0
     last_commit_at: float | None = None
     reasons: Counter[str] = field(default_factory=Counter)
+    samples_by_server: Counter[str] = field(default_factory=Counter)
+    """Of the answered samples, by the address of the server that answered."""
+    tokens_by_server: Counter[str] = field(default_factory=Counter)
 
 
 CAPTURING = "capturing"
@@ -64,6 +67,10 @@ class Monitor:
         self.started = time.monotonic()
         self.in_flight: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Bytes and samples between reservation and writing."""
+        self.servers: Callable[[], Mapping[str, str]] = dict
+        """Of each of several servers, by its address: why it takes no part; empty while it does."""
+        self._by_shard: dict[str, Counter[str]] = {}
+        """Answered samples of the shards that are not committed yet, by server."""
         self._rejected: set[str] = set()
         self._bytes_per_token = info.spec.bytes_per_token
         self._progress, self._stop = progress, stop
@@ -85,6 +92,8 @@ class Monitor:
             resumable = isinstance(error, EyasError) and error.exit_code == Stopped.exit_code
             self.counts.state = "stopped" if resumable else "failed"
             self.events.add(self.counts.state, error=type(error).__name__, message=str(error))
+        if self.counts.samples_by_server:
+            self.events.add("servers", answered=self.shares())
         self._heartbeat.close()
         self.events.close()
 
@@ -141,8 +150,23 @@ class Monitor:
             "rejects_by_reason": dict(counts.reasons),
             "last_commit_at": counts.last_commit_at,
             "free_bytes": free_bytes(self.root),
+            "servers": self.shares(),
             "uptime_s": round(time.monotonic() - self.started, 1),
         }
+
+    def shares(self) -> list[dict[str, Any]]:
+        """What each server answered in this run, and why it takes no part, where that is so."""
+        samples, tokens, gone = self.counts.samples_by_server, self.counts.tokens_by_server, self.servers()
+        return [
+            {"url": url, "samples": samples[url], "tokens": tokens[url], "gone": gone.get(url, "")}
+            for url in dict.fromkeys([*gone, *samples.copy()])
+        ]
+
+    def on_answer(self, server: str, shard_id: str, num_tokens: int) -> None:
+        """For each sample that a server answered rightly."""
+        self.counts.samples_by_server[server] += 1
+        self.counts.tokens_by_server[server] += num_tokens
+        self._by_shard.setdefault(shard_id, Counter())[server] += 1
 
     def set_rejected(self, sample_ids: Iterable[str]) -> None:
         """The samples that stand as rejected now."""
@@ -174,6 +198,7 @@ class Monitor:
             rejects=len(record.rejects),
             tokens=record.total_tokens,
             bytes=record.payload_bytes,
+            servers=dict(self._by_shard.pop(record.shard_id, {})),
         )
 
     def tokens_per_s(self) -> float:
@@ -208,9 +233,18 @@ class Monitor:
             f"{human_bytes(free_bytes(self.root))} disk left",
             f"ETA {human_time(eta) if eta is not None else '?'}",
         ]
+        shares = self.shares()
+        if len(shares) > 1:
+            parts.insert(-1, f"servers {shares_line(shares)}")
         if c.state != CAPTURING:
             parts = [c.state, f"{human_time(time.monotonic() - self.started)} so far"]
         self._progress.show("capture: " + " · ".join(parts), force=force)
+
+
+def shares_line(shares: Sequence[Mapping[str, Any]]) -> str:
+    """Each server's part of the answered tokens, in the order in which they were named: `31%/36%/33%/gone`."""
+    total = max(1, sum(share["tokens"] for share in shares))
+    return "/".join("gone" if share["gone"] else f"{share['tokens'] / total:.0%}" for share in shares)
 
 
 def free_bytes(root: Path) -> int:

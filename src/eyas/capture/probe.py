@@ -16,16 +16,22 @@ PROBE_SAMPLES = 4
 RECHECKED_SAMPLES = 4
 
 
-def probe(asker: Asker, samples: Sequence[tuple[str, TokenIds]], head: Head | None, monitor: Monitor) -> None:
-    """Check the values of a few samples against the engine's own word and the target's head. Raises CaptureMismatch."""
+def probe(
+    asker: Asker, samples: Sequence[tuple[str, TokenIds]], head: Head | None, monitor: Monitor, server: str = ""
+) -> None:
+    """Check the values of a few samples against the engine's own word and the target's head. Raises CaptureMismatch.
+
+    `server`: the address of the one that is probed, where there are several.
+    """
+    of_server = f" of {server}" if server else ""
     lines = []
     for answer in asker.ask([CaptureRequest(s, ids, with_reference=True) for s, ids in samples]):
         report = check_values(answer, asker.info.spec, head)
         monitor.counts.checked_samples += 1
-        monitor.events.add("probe", sample_id=answer.sample_id, found=report.line())
+        monitor.events.add("probe", sample_id=answer.sample_id, found=report.line(), server=answer.server)
         lines.append(report.line())
     if lines:
-        monitor.say(f"probe of {len(lines)} samples is right: {lines[0]}")
+        monitor.say(f"probe{of_server} of {len(lines)} samples is right: {lines[0]}")
 
 
 def recheck(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from eyas.capture.asker import Asker
@@ -25,8 +25,8 @@ from eyas.capture.requests import DUPLICATE, TOO_LONG, OpenShard, Requests, Slot
 from eyas.capture.sink import Sink
 from eyas.config import CaptureConfig
 from eyas.data.table import SampleTable
-from eyas.engine.base import Engine, EngineInfo
-from eyas.errors import EyasError, OutOfSpace
+from eyas.engine.base import Engine, EngineInfo, ManyServers
+from eyas.errors import CaptureMismatch, EngineGone, EngineUnavailable, EyasError, OutOfSpace, SpecMismatch
 from eyas.log import Progress, human_bytes
 from eyas.records import TokenIds, digest_bytes
 from eyas.store import manifest
@@ -61,6 +61,8 @@ class Receipt:
     seconds: float
     retries: int
     checked_samples: int
+    samples_by_server: dict[str, int] = field(default_factory=dict)
+    """Samples that each server answered in this run, by its address."""
 
 
 def capture(
@@ -110,6 +112,8 @@ class _Run:
     ) -> None:
         self._config, self._writer, self._engine, self._info, self._monitor = config, writer, engine, info, monitor
         self._asker = Asker(config, engine, info, monitor)
+        if isinstance(engine, ManyServers):
+            monitor.servers = engine.servers
         self._segments: list[Segment] = []
         self._entries: list[ShardEntry] = []
         self.pending: list[ShardPlan] = []
@@ -162,7 +166,33 @@ class _Run:
         pending = [self._answerable(self._read(shard)) for shard in self.pending[:PROBE_SAMPLES]]
         rows = zip_longest(*pending)
         spread = [sample for row in rows for sample in row if sample is not None]
-        probe(self._asker, [*spread[:PROBE_SAMPLES], *self._committed(self._latest())[:1]], head, self._monitor)
+        samples = [*spread[:PROBE_SAMPLES], *self._committed(self._latest())[:1]]
+        self._each(lambda asker, server: probe(asker, samples, head, self._monitor, server))
+        if isinstance(self._engine, ManyServers):
+            once = self._config.model_copy(update={"max_attempts": 1})
+
+            def vet(url: str, server: Engine) -> None:
+                probe(Asker(once, server, self._info, self._monitor), samples, head, self._monitor, url)
+
+            self._engine.vet = vet
+
+    def _each(self, check: Callable[[Asker, str], None]) -> None:
+        """Check the engine, or each of its servers; one that goes meanwhile is left to come back."""
+        if not isinstance(self._engine, ManyServers):
+            check(self._asker, "")
+            return
+        for url, server in self._engine.present().items():
+            asker = Asker(self._config, server, self._info, self._monitor)
+            try:
+                check(asker, url)
+            except (CaptureMismatch, SpecMismatch) as error:
+                error.args = (f"the server at {url}: {error}",)
+                raise
+            except (EngineUnavailable, EngineGone) as error:
+                self._engine.lose(url, error)
+                if not self._engine.present():
+                    raise
+            self._asker.known_good = self._asker.known_good or asker.known_good
 
     def recheck(self) -> None:
         """When the engine or its settings changed since the last commit, capture a few committed samples again."""
@@ -172,7 +202,8 @@ class _Run:
             return
         self._monitor.state(f"re-checking committed samples, since {changes} changed")
         stored = DataSet(self._writer.layout.root)
-        recheck(self._asker, self._committed(latest)[:RECHECKED_SAMPLES], stored, changes, self._monitor)
+        samples = self._committed(latest)[:RECHECKED_SAMPLES]
+        self._each(lambda asker, _: recheck(asker, samples, stored, changes, self._monitor))
         stored.close()
 
     def _latest(self) -> ShardRecord | None:
@@ -238,6 +269,7 @@ class _Run:
             seconds=time.monotonic() - self._monitor.started,
             retries=counts.retries,
             checked_samples=counts.checked_samples,
+            samples_by_server=dict(counts.samples_by_server),
         )
         if receipt.pending:
             raise EyasError(

@@ -52,6 +52,8 @@ class Status:
     eta_s: float | None
     in_flight_bytes: int
     retries: int
+    servers: tuple[dict[str, Any], ...]
+    """Of the latest run's servers: `url`, `samples` and `tokens` answered, and why it is `gone`, if it is."""
     problems: tuple[str, ...]
     """What is damaged, as far as names, sizes and records tell; `verify` looks at the bytes."""
     last_error: str
@@ -74,6 +76,11 @@ class Status:
                 f"  speed    {self.tokens_per_s:,.0f} tokens/s · {self.bytes_per_s / 1e9:.3f} GB/s · ETA {eta} · "
                 f"{human_bytes(self.in_flight_bytes)} in flight · {self.retries} retries"
             )
+        total = max(1, sum(share["samples"] for share in self.servers))
+        for share in self.servers if len(self.servers) > 1 else ():
+            gone = f" · gone: {share['gone']}" if share["gone"] and self.alive else ""
+            answered = f"{share['samples']:,} samples answered, {share['samples'] / total:.0%}"
+            lines.append(f"  asked    {share['url']} · {answered}{gone}")
         ages = []
         if self.last_commit_age_s is not None:
             ages.append(f"last commit {human_time(self.last_commit_age_s)} ago")
@@ -155,6 +162,7 @@ def status(root: Path) -> Status:
         eta_s=beat.get("eta_s") if alive else None,
         in_flight_bytes=int(beat.get("in_flight_bytes", 0)) if alive else 0,
         retries=int(beat.get("retries", 0)),
+        servers=tuple(beat.get("servers", ())),
         problems=tuple(problems),
         last_error="" if alive else _last_error(layout.events, str(beat.get("run", ""))),
     )

@@ -88,7 +88,8 @@ def _asked(wanted: str) -> list[tuple[str, str | None]]:
 def _engine(tree: Config, kind: str, url: str | None, spec: CaptureSpec) -> Engine:
     """An engine as a comparison needs it; the one in this process gives the neighbouring layers, too."""
     own = tree.engine
-    settings: dict[str, Any] = {"kind": kind, "url": url or own.url, "check_layers": "off", "reconnect_s": 0.0}
+    address = url or (own.urls[0] if own.urls and kind == own.kind else own.url)
+    settings: dict[str, Any] = {"kind": kind, "url": address, "check_layers": "off", "reconnect_s": 0.0}
     if kind == own.kind:
         settings["extra"] = own.extra
     asked = config.EngineConfig(**settings, dtype=spec.dtype, device=own.device, batch_tokens=own.batch_tokens)

@@ -173,6 +173,8 @@ def capture(
             f"{receipt.captured_bytes / receipt.seconds / 1e9:.3f} GB/s, {receipt.checked_samples} samples "
             f"value-checked, {receipt.retries} retries"
         )
+        if len(receipt.samples_by_server) > 1:
+            new += "; " + ", ".join(f"{url} answered {n:,}" for url, n in sorted(receipt.samples_by_server.items()))
     else:
         new = "everything was there already; the engine was not asked"
     rejects = ", ".join(f"{n} {reason}" for reason, n in sorted(receipt.rejects_by_reason.items()))
@@ -269,13 +271,15 @@ def _engine(tree: Config) -> tuple[Engine, Head | None]:
     path, trust = need(tree.target.path, "target.path"), tree.target.trust_remote_code
     head = DeferredHead(lambda: TargetHead.load(path, trust_remote_code=trust))
     if tree.engine.kind == "sglang":
+        from eyas.engine.servers import open_servers
         from eyas.engine.sglang.client import SglangEngine
 
-        return SglangEngine(tree.target, tree.engine, tree.capture.aux_layers), head
+        return open_servers(SglangEngine, tree.target, tree.engine, tree.capture.aux_layers), head
     if tree.engine.kind == "vllm":
+        from eyas.engine.servers import open_servers
         from eyas.engine.vllm.client import VllmEngine
 
-        return VllmEngine(tree.target, tree.engine, tree.capture.aux_layers), head
+        return open_servers(VllmEngine, tree.target, tree.engine, tree.capture.aux_layers), head
     pinned_bytes = tree.capture.in_flight_bytes * 5 // 4
     engine = HfEngine(tree.target, tree.engine, tree.capture.aux_layers, pinned_bytes=pinned_bytes)
     return engine, head

@@ -28,7 +28,7 @@ from eyas.engine.base import CaptureAnswer, CaptureRequest, EngineInfo, Referenc
 from eyas.engine.dialect import Dialect, Reply, ask_hello, brief, is_passing, needs_certificates
 from eyas.engine.reference import LayerCheck
 from eyas.engine.staged import RequestName, Staged, StagedError
-from eyas.errors import EngineError, EngineRefused, EngineUnavailable
+from eyas.errors import EngineError, EngineRefused, EngineUnavailable, EngineWrong
 from eyas.records import LAST, StateBlock
 from eyas.values import as_float32, median_row_error
 
@@ -96,7 +96,9 @@ class Asking:
         self._awaited.discard(name.serial)
         self._require_same_server(found)
         reference = await self._reference(request) if request.with_reference else None
-        return CaptureAnswer(request.sample_id, request.attempt, found.token_ids, _blocks(found), reference)
+        return CaptureAnswer(
+            request.sample_id, request.attempt, found.token_ids, _blocks(found), reference, server=self._url
+        )
 
     def held(self) -> tuple[int, int]:
         """Bytes and files of states that were answered and not given back yet."""
@@ -356,14 +358,14 @@ class Asking:
         return await future
 
     async def _compare_ranks(self, name: RequestName, request: CaptureRequest, first: Staged) -> None:
-        """Every tensor-parallel rank must hold the same states. Raises EngineError."""
+        """Every tensor-parallel rank must hold the same states. Raises EngineWrong."""
         for rank in range(1, int(self._hello["tp_size"])):
             other = await self._fetch(name, request, rank)
             for name_of_field, (dtype, (_, width), data) in first.fields.items():
                 mine, theirs = (as_float32(d, dtype, width) for d in (data, other.fields[name_of_field][2]))
                 error = median_row_error(mine, theirs)
                 if not error <= RANK_TOLERANCE:
-                    raise EngineError(
+                    raise EngineWrong(
                         f"sample {request.sample_id}: {name_of_field} of tensor-parallel rank {rank} differs from rank "
                         f"0's by {error:.2g} relative: one rank's partial sums? Start the server without all-reduce "
                         "fusion",

@@ -5,9 +5,9 @@ An adapter translates hidden-state indices into its engine's numbering; nobody e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,8 @@ class CaptureAnswer:
     token_ids: TokenIds
     fields: Mapping[str, StateBlock]
     reference: Reference | None = None
+    server: str = ""
+    """Address of the server that answered; empty where the engine is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class CaptureFailure:
     sample_id: str
     attempt: int
     error: EngineError
+    suspect: bool = False
+    """It was with more than one server that died: ask for it by itself, since it may be what kills them."""
 
 
 class RequestSource(Protocol):
@@ -101,3 +105,26 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ManyServers(Engine, Protocol):
+    """An engine that deals its work to several servers, each an engine of its own."""
+
+    vet: Callable[[str, Engine], None]
+    """Called with address and engine of a server that comes back, before it gets work.
+
+    Raises EyasError where its values are not right.
+    """
+
+    def servers(self) -> Mapping[str, str]:
+        """Of each server, by its address: why it takes no part; empty while it does."""
+        ...
+
+    def present(self) -> Mapping[str, Engine]:
+        """The servers that take part, by their address."""
+        ...
+
+    def lose(self, url: str, why: EngineError) -> None:
+        """A server is gone: what it was asked for goes to the others, and it gets no work before it is back."""
+        ...

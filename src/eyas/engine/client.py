@@ -20,7 +20,7 @@ from eyas.config import EngineConfig, TargetConfig
 from eyas.engine import staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, EngineInfo, RequestSource
 from eyas.engine.dialect import Dialect, ask_hello
-from eyas.engine.reference import LayerCheck, layer_check
+from eyas.engine.reference import LayerCheck, LayerChecks
 from eyas.engine.session import Session
 from eyas.errors import ConfigError, EngineError, EngineGone, EngineUnavailable, Stopped
 from eyas.log import human_bytes, human_time
@@ -57,7 +57,10 @@ class ServerEngine:
         self._url = engine.url.rstrip("/")
         self._target, self._config, self._aux_layers = target, engine, aux_layers
         self._references_left = REFERENCE_SAMPLES
-        self._layer_check: LayerCheck | None = None
+        self.layer_checks = LayerChecks(target, engine)
+        """Servers of one target share these: they may hold the whole target."""
+        self.num_servers = 1
+        """How many servers this process captures from at once: they divide its open files."""
         self._hello: dict[str, Any] = {}
         self._info: EngineInfo | None = None
         self._run: staged.Run | None = None
@@ -69,6 +72,21 @@ class ServerEngine:
         self._checking = threading.Lock()
         self.waiting_for = ""
         """As `engine.base.Engine` says: a server that is gone."""
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._url
+
+    @property
+    def staging(self) -> str:
+        """The directory through which its states come; empty before `info`."""
+        return str(self._hello.get("staging", ""))
+
+    @property
+    def staging_limit(self) -> int:
+        """Bytes that may lie there at one time: a larger sample is refused."""
+        return int(self._hello["room"]["limit"])
 
     def info(self) -> EngineInfo:
         """What the server serves and how it captures: it is asked, and checked against the target's files."""
@@ -105,10 +123,36 @@ class ServerEngine:
                     info,
                     self._serials,
                     self._next_layer_check,
-                    _max_files(),
+                    max(1, _max_files() // self.num_servers),
                 )
             session = self._session
         yield from session.answers(source)
+
+    def forget(self, sample_id: str, *, below: int) -> None:
+        """Nobody waits for a sample's tries before the `below`-th: free their places. Any thread may call it."""
+        session = self._session
+        if session is not None:
+            session.forget(sample_id, below=below)
+
+    def drop(self) -> None:
+        """Give up what is in flight; a call of `capture` ends. Any thread may call it."""
+        with self._changed:
+            self._turn += 1
+            self._changed.notify_all()
+            session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def rejoin(self, info: EngineInfo) -> None:
+        """Ask a server that was gone what it is now, and require that it is what `info` says.
+
+        Raises EngineUnavailable where it does not answer, ConfigError or EngineError where it is another one.
+        """
+        hello = ask_hello(self._dialect, self._url)
+        found = self._info_from(hello)
+        require_same(f"the server at {self._url} came back different", found, info, self._dialect.engine)
+        self.drop()
+        self._hello, self._info, self._references_left = hello, found, REFERENCE_SAMPLES
 
     def close(self) -> None:
         """End what is in flight and remove this run's staging directory."""
@@ -127,10 +171,8 @@ class ServerEngine:
         with self._checking:  # it is asked for anew when a sample's time is over, and loading takes long
             if self._references_left <= 0:
                 return None
-            if self._layer_check is None:
-                self._layer_check = layer_check(self._target, self._config, self.info().spec)
             self._references_left -= 1
-            return self._layer_check
+            return self.layer_checks.of(self.info().spec)
 
     def _await_server(self, info: EngineInfo, turn: int) -> None:
         """Wait for the server to come back as it was; returns early when this call of `capture` is not the latest."""
@@ -155,18 +197,10 @@ class ServerEngine:
                     return
             pause = min(2 * pause, 10.0)
         found = self._info_from(hello)
-        differences = found.spec.differences(info.spec)
-        if differences:
-            raise ConfigError(f"the server at {self._url} came back different: {'; '.join(differences)}")
-        then = {"version": info.provenance.version, **info.provenance.settings}
-        now = {"version": found.provenance.version, **found.provenance.settings}
-        changes = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
-        if changes:
-            raise EngineError(
-                f"the server at {self._url} came back different: {', '.join(changes)}; run the same command again: it "
-                "compares with committed samples, and goes on from here",
-                engine=self._dialect.engine,
-            )
+        require_same(
+            f"the server at {self._url} came back different", found, info, self._dialect.engine,
+            "run the same command again: it compares with committed samples, and goes on from here",
+        )  # fmt: skip
         self._hello = hello
         logger.warning("the server at %s is back", self._url)
 
@@ -255,6 +289,21 @@ class ServerEngine:
             host=str(hello["host"]),
         )
         return EngineInfo(spec=spec, provenance=provenance, max_tokens=int(hello["max_tokens"]))
+
+
+def require_same(what: str, found: EngineInfo, other: EngineInfo, engine: str, advice: str = "") -> None:
+    """Raise ConfigError where two servers' values are not the same thing, EngineError where they may differ a little.
+
+    `what` begins the line, `advice` ends the second.
+    """
+    differences = found.spec.differences(other.spec)
+    if differences:
+        raise ConfigError(f"{what}: {'; '.join(differences)}")
+    then = {"version": other.provenance.version, **other.provenance.settings}
+    now = {"version": found.provenance.version, **found.provenance.settings}
+    changes = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
+    if changes:
+        raise EngineError(f"{what}: {', '.join(changes)}" + (f"; {advice}" if advice else ""), engine=engine)
 
 
 def _max_files() -> int:

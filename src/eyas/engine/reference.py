@@ -6,6 +6,7 @@ Letters: `T` tokens, `H` hidden size.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -71,6 +72,34 @@ def layer_check(target: TargetConfig, engine: EngineConfig, spec: CaptureSpec) -
         return _SingleLayers(target, spec)
     logger.warning("engine.check_layers is off: nothing but the last hidden state is checked")
     return _Nothing()
+
+
+class LayerChecks:
+    """The check of one target's layers, made when it is first needed; several servers may share it."""
+
+    def __init__(self, target: TargetConfig, engine: EngineConfig) -> None:
+        self._target, self._engine = target, engine
+        self._lock = threading.Lock()
+        self._check: LayerCheck | None = None
+
+    def of(self, spec: CaptureSpec) -> LayerCheck:
+        """The check; loading it may take long."""
+        with self._lock:
+            if self._check is None:
+                self._check = _OneByOne(layer_check(self._target, self._engine, spec))
+            return self._check
+
+
+class _OneByOne:
+    """A check that computes one sample at a time, whichever thread asks: memory is that of one."""
+
+    def __init__(self, check: LayerCheck) -> None:
+        self._check, self._lock = check, threading.Lock()
+        self.needs_neighbours = check.needs_neighbours
+
+    def hidden(self, token_ids: TokenIds, states: States) -> Computed:
+        with self._lock:
+            return self._check.hidden(token_ids, states)
 
 
 class _WholeTarget:

@@ -82,6 +82,7 @@ class Session:
         self._bytes_per_token = info.spec.bytes_per_token + 4
         self._turn = _Turn()
         self._turns = threading.Lock()
+        self._forgotten: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=dialect.engine, daemon=True)
         self._thread.start()
@@ -112,6 +113,7 @@ class Session:
                 if not self._thread.is_alive():
                     raise EngineError("the thread that talks to the server has ended", engine=self._dialect.engine)
                 self._look_around(turn)
+                self._forget(turn)
                 if not self._take(turn, source):
                     return
                 self._send_waiting(turn)
@@ -126,6 +128,10 @@ class Session:
                     del outcome
         finally:
             self._end(turn)
+
+    def forget(self, sample_id: str, *, below: int) -> None:
+        """Nobody waits for a sample's tries before the `below`-th. Any thread may call it."""
+        self._forgotten.put((sample_id, below))
 
     def close(self) -> None:
         """Let go of the connections; what was asked and not answered is aborted by the server when they close."""
@@ -239,12 +245,7 @@ class Session:
         return len(request.token_ids) * self._bytes_per_token
 
     def _send(self, turn: _Turn, request: CaptureRequest) -> None:
-        of_sample = [(s, f) for s, f in turn.flights.items() if f.request.sample_id == request.sample_id]
-        for old_serial, old in of_sample:
-            if old.request.attempt < request.attempt:
-                # Nobody waits for the earlier try. Its connection closes, so the server aborts it.
-                self._settle(turn, old_serial)
-                old.task.cancel()
+        self._give_up(turn, request.sample_id, below=request.attempt)
         serial = next(self._serials)
         flight = turn.flights[serial] = _Flight(request, self._need(request))
         turn.sent_bytes += flight.num_bytes
@@ -252,6 +253,21 @@ class Session:
         flight.task = self._call(self._carry(turn, serial, request))
         if turn.over and flight.task is not None:
             flight.task.cancel()
+
+    def _forget(self, turn: _Turn) -> None:
+        while not self._forgotten.empty():
+            sample_id, below = self._forgotten.get()
+            turn.waiting = deque(r for r in turn.waiting if r.sample_id != sample_id or r.attempt >= below)
+            self._give_up(turn, sample_id, below=below)
+
+    def _give_up(self, turn: _Turn, sample_id: str, *, below: int) -> None:
+        """Nobody waits for a sample's earlier tries. Their connections close, so the server aborts them."""
+        of_sample = [(s, f) for s, f in turn.flights.items() if f.request.sample_id == sample_id]
+        for serial, flight in of_sample:
+            if flight.request.attempt < below:
+                self._settle(turn, serial)
+                if flight.task is not None:
+                    flight.task.cancel()
 
     def _settle(self, turn: _Turn, serial: int) -> bool:
         """Free a request's place; False where that was done before."""
