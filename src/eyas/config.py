@@ -128,9 +128,6 @@ class GenerateConfig(Section):
     """Time for one answer, beside `timeout_s_per_1k_tokens`."""
     timeout_s_per_1k_tokens: float = Field(60.0, ge=0.0)
     """Of `max_new_tokens`."""
-    stock_layers: tuple[int, ...] | None = None
-    """Hidden-state indices that a vLLM server with vLLM's own connector extracts (its
-    `eagle_aux_hidden_state_layer_ids`, ascending); unset: the server is one that `eyas serve` starts."""
     reconnect_s: float = Field(900.0, ge=0.0)
     """How long the run waits for a server when all of them are gone."""
     max_reject_burst: int = Field(20, ge=1)
@@ -160,6 +157,9 @@ class EngineConfig(Section):
     """The server's address."""
     urls: tuple[str, ...] = ()
     """Addresses of several servers of one target that share a capture; `eyas serve` starts the one of `url`."""
+    stock_layers: tuple[int, ...] | None = None
+    """Hidden-state indices that a vLLM server with vLLM's own connector extracts (its
+    `eagle_aux_hidden_state_layer_ids`, ascending); unset: the server is one that `eyas serve` starts."""
     reconnect_s: float = Field(900.0, ge=0.0)
     """How long capture waits for a server that is gone to come back."""
     check_layers: Literal["auto", "target", "layer", "off"] = "auto"
