@@ -41,7 +41,7 @@ from server_world import (
 from stand_in_server import Act, Asked, StandIn, right
 from stand_in_vllm import StandInVllm
 
-MANY = [3 + (7 * i) % 23 for i in range(60)]
+MANY = [3 + (7 * i) % 23 for i in range(40)]
 PROBED = 8
 """Requests of a server's probe: four samples, each in company and alone."""
 
@@ -184,15 +184,15 @@ def test_shards_are_those_of_one_server_whoever_answers(
 
 def test_a_faster_server_does_more_and_everybody_sees_it(fleet: Fleet, out: Path, table: SampleTable) -> None:
     enough = threading.Event()
-    fast = fleet.add(on_request(40, lambda: Act(before=enough.set)), max_prefill_tokens=16)
+    fast = fleet.add(on_request(25, lambda: Act(before=enough.set)), max_prefill_tokens=16)
     waits = after_probe(lambda asked: Act(before=lambda: enough.wait(20)))
     lame = fleet.add(waits, max_prefill_tokens=16)
     receipt = fleet.capture(table, cfg(out, in_flight_bytes=10_000_000, shard_tokens=200), fleet.together())
     by_server = receipt.samples_by_server
-    assert enough.is_set() and by_server[fast.url] >= 40 and by_server[lame.url] > 0
+    assert enough.is_set() and by_server[fast.url] >= 25 and by_server[lame.url] > 0
     assert len(samples_of(fast)) == by_server[fast.url] and len(samples_of(lame)) == by_server[lame.url]
     commits = events(out, "commit")
-    assert sum(n for row in commits for n in row["servers"].values()) == 60
+    assert sum(n for row in commits for n in row["servers"].values()) == len(MANY)
     assert all(sum(row["servers"].values()) == row["samples"] for row in commits)
     (told,) = events(out, "servers")
     assert [(share["url"], share["samples"]) for share in told["answered"]] == list(by_server_in_order(fleet, receipt))
@@ -210,7 +210,7 @@ def by_server_in_order(fleet: Fleet, receipt: Receipt) -> Iterator[tuple[str, in
 def test_a_sample_too_large_for_one_servers_room_goes_to_another(fleet: Fleet, out: Path, table: SampleTable) -> None:
     small, large = fleet.add(staged_bytes=14 * TOKEN_BYTES), fleet.add()
     receipt = fleet.capture(table, cfg(out), fleet.together())
-    assert (receipt.committed, receipt.rejected) == (60, 0)
+    assert (receipt.committed, receipt.rejected) == (len(MANY), 0)
     assert max(len(asked.ids) for asked in samples_of(small)) <= 14 < max(len(a.ids) for a in samples_of(large))
 
 
@@ -271,7 +271,7 @@ def test_servers_that_are_not_there_yet_may_come_later(
     first = fleet.add(on_request(3, lambda: Act(before=lambda: back.append(fleet.again(late)))))
     first.script = chained(first.script, slow(0.05))
     receipt = fleet.capture(table, cfg(out, in_flight_bytes=50 * TOKEN_BYTES), fleet.together(late, first))
-    assert receipt.committed == 60 and receipt.samples_by_server[late.url] > 0
+    assert receipt.committed == len(MANY) and receipt.samples_by_server[late.url] > 0
     assert f"no SGLang server answers at {late.url}" in caplog.text and f"{late.url} is back" in caplog.text
     assert len(back[0].asked) > PROBED  # it was probed before it got work
     require_sound(out)
@@ -299,7 +299,7 @@ def test_what_a_killed_server_had_is_done_by_the_others_at_once(
     fleet.add()
     dying = fleet.add(on_request(6, lambda: Act(before=fleet.servers[1].kill)))
     receipt = fleet.capture(table, cfg(out, in_flight_bytes=60 * TOKEN_BYTES, backoff_s=30.0), fleet.together())
-    assert (receipt.committed, receipt.rejected, receipt.retries) == (60, 0, 0)
+    assert (receipt.committed, receipt.rejected, receipt.retries) == (len(MANY), 0, 0)
     assert f"the server at {dying.url} is gone" in caplog.text and "go to the others" in caplog.text
     (told,) = events(out, "servers")
     assert f"{dying.url}" in next(s["gone"] for s in told["answered"] if s["url"] == dying.url)
@@ -320,7 +320,7 @@ def test_a_server_that_comes_back_is_probed_and_works_again(
 
     dying = fleet.add(on_request(3, lambda: Act(before=restart)))
     receipt = fleet.capture(table, cfg(out, in_flight_bytes=40 * TOKEN_BYTES), fleet.together())
-    assert (receipt.committed, receipt.rejected) == (60, 0)
+    assert (receipt.committed, receipt.rejected) == (len(MANY), 0)
     assert [row["server"] for row in events(out, "probe")].count(dying.url) == 8
     assert len(samples_of(back[0])) > 0 and f"{dying.url} is back" in caplog.text
     require_sound(out)
@@ -361,7 +361,7 @@ def test_a_server_that_comes_back_as_another_one_stays_out_and_the_capture_goes_
         receipt = fleet.capture(table, cfg(out, in_flight_bytes=40 * TOKEN_BYTES), fleet.together())
     finally:
         logging.getLogger("eyas.engine.servers").removeHandler(handler)
-    assert looked.is_set() and (receipt.committed, receipt.rejected) == (60, 0)
+    assert looked.is_set() and (receipt.committed, receipt.rejected) == (len(MANY), 0)
     line = next(r.getMessage() for r in caplog.records if "stays left out" in r.getMessage())
     assert dying.url in line and text in line
     assert receipt.samples_by_server[dying.url if dying.url in receipt.samples_by_server else fleet.servers[0].url] > 0
@@ -380,8 +380,8 @@ def test_a_server_that_takes_and_never_answers_is_given_up(
         receipt = fleet.capture(table, settings, fleet.together())
     finally:
         release.set()
-    assert (receipt.committed, receipt.rejected) == (60, 0)
-    assert f"the server at {hung.url} has answered nothing for" in caplog.text
+    assert (receipt.committed, receipt.rejected) == (len(MANY), 0)
+    assert f"the server at {hung.url} answered nothing while a sample's time ran out" in caplog.text
     require_sound(out)
 
 
@@ -398,7 +398,7 @@ def test_all_gone_is_waited_for_and_one_that_is_back_goes_on(fleet: Fleet, out: 
     fleet.add(on_request(4, lambda: Act(before=kill_all)))
     fleet.add(on_request(4, lambda: Act(before=kill_all)))
     receipt = fleet.capture(table, cfg(out, in_flight_bytes=40 * TOKEN_BYTES, backoff_s=0.01), fleet.together())
-    assert done.is_set() and (receipt.committed, receipt.rejected) == (60, 0)
+    assert done.is_set() and (receipt.committed, receipt.rejected) == (len(MANY), 0)
     states = [row["state"] for row in events(out, "state")]
     assert "waiting for the 2 servers, which are all gone" in states and states[-1] == "complete"
     require_sound(out)
@@ -417,7 +417,7 @@ def test_all_that_stay_away_end_the_run_resumably(fleet: Fleet, out: Path, table
     assert caught.value.exit_code == 3 and fleet.left() == []
     first, second = fleet.servers
     again = [fleet.again(first), fleet.again(second)]
-    assert fleet.capture(table, cfg(out), fleet.together(*again)).committed == 60
+    assert fleet.capture(table, cfg(out), fleet.together(*again)).committed == len(MANY)
     require_sound(out)
 
 
@@ -443,7 +443,7 @@ def test_a_sample_that_kills_servers_is_rejected_and_no_other_one(fleet: Fleet, 
     receipt = fleet.capture(table, settings, fleet.together(*[current[i] for i in range(3)]))
     num_poisoned = MANY.count(poison)
     assert receipt.rejects_by_reason == {"unavailable": num_poisoned}
-    assert receipt.committed == 60 - num_poisoned and len(rejects(out)) == num_poisoned
+    assert receipt.committed == len(MANY) - num_poisoned and len(rejects(out)) == num_poisoned
     assert len(deaths) <= num_poisoned * 6 + 2
     require_sound(out)
 
@@ -455,7 +455,7 @@ def test_a_stop_leaves_nothing_in_any_staging_directory(fleet: Fleet, out: Path,
     with pytest.raises(EyasError, match="stopped on request"):
         fleet.capture(table, cfg(out, in_flight_bytes=30 * TOKEN_BYTES), fleet.together(), stop)
     assert fleet.left() == []
-    assert fleet.capture(table, cfg(out), fleet.together()).committed == 60
+    assert fleet.capture(table, cfg(out), fleet.together()).committed == len(MANY)
     require_sound(out)
 
 

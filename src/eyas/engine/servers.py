@@ -1,7 +1,7 @@
 """Several servers of one target as one engine: each takes what it has room for, and what one leaves the others do.
 
-Each server keeps a pace, a byte quota and a run in its own staging directory, as if it were alone. Here is decided who
-gets which request, and what becomes of those whose server is gone.
+Each server keeps a pace, a byte quota and a run in its own staging directory, as if it were alone. Who gets which
+request is decided in `engine.dealing`; here servers are compared, lost and taken back.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +17,7 @@ from functools import partial
 from eyas.config import EngineConfig, TargetConfig
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest, Engine, EngineInfo, RequestSource
 from eyas.engine.client import ServerEngine, require_same
+from eyas.engine.dealing import Dealing, Member, Owed
 from eyas.engine.dialect import brief
 from eyas.errors import ConfigError, EngineError, EngineGone, EngineUnavailable, EngineWrong, EyasError
 from eyas.log import human_time
@@ -43,48 +43,15 @@ def open_servers(
 
 
 @dataclass(eq=False, slots=True)
-class _Member:
-    """One of the servers."""
-
-    engine: ServerEngine
-    why: str = ""
-    """Why it takes no part; empty while it does."""
-    returning: bool = False
-    """A thread tries to bring it back."""
-    heard_at: float = 0.0
-
-    @property
-    def url(self) -> str:
-        return self.engine.url
-
-
-@dataclass(slots=True)
-class _Owed:
-    """A request that a server has and has not answered."""
-
-    request: CaptureRequest
-    member: _Member
-    since: float
-
-
-@dataclass(eq=False, slots=True)
 class _Turn:
     """One call of `capture`. A later call ends it."""
 
-    source: RequestSource
+    dealing: Dealing
     outcomes: queue.SimpleQueue[CaptureAnswer | CaptureFailure | BaseException] = field(
         default_factory=queue.SimpleQueue
     )
-    owed: dict[str, _Owed] = field(default_factory=dict)
-    """By sample id."""
-    waiting: deque[CaptureRequest] = field(default_factory=deque)
-    """Taken from the source and with no server: not dealt yet, or given back by one that is gone."""
-    hungry: set[_Member] = field(default_factory=set)
-    """Servers that have nothing to do."""
-    serving: set[_Member] = field(default_factory=set)
+    serving: set[Member] = field(default_factory=set)
     """Servers that have a thread."""
-    asking: bool = False
-    """The thread that runs `capture` waits for the source; nobody else asks it then."""
     over: bool = False
 
 
@@ -101,7 +68,7 @@ class Servers:
             raise ConfigError(f"engine.urls names {twice[0]} twice: give each server once")
         # How long a server may be away is decided here: others go on meanwhile.
         alone = [engine.model_copy(update={"url": url, "urls": (), "reconnect_s": 0.0}) for url in urls]
-        self._members = [_Member(make(target, config, aux_layers)) for config in alone]
+        self._members = [Member(make(target, config, aux_layers)) for config in alone]
         for member in self._members:
             member.engine.layer_checks = self._members[0].engine.layer_checks
             member.engine.num_servers = len(self._members)
@@ -122,7 +89,7 @@ class Servers:
         Raises ConfigError or EngineError where one is another than the first, or stages in another's directory.
         """
         if self._info is None:
-            found: dict[_Member, EngineInfo] = {}
+            found: dict[Member, EngineInfo] = {}
             for member in self._members:
                 try:
                     found[member] = member.engine.info()
@@ -146,8 +113,7 @@ class Servers:
 
     def capture(self, source: RequestSource) -> Iterator[CaptureAnswer | CaptureFailure]:
         """Answers as they come, whoever gives them. Waits, `engine.reconnect_s` long, only while all are gone."""
-        self.info()
-        turn = _Turn(source)
+        turn = _Turn(Dealing(source, self._members, self.info().spec.bytes_per_token + 4))
         with self._changed:
             if self._turn is not None:
                 self._turn.over = True
@@ -200,104 +166,54 @@ class Servers:
 
     # --- who gets what
 
-    def take(self, turn: _Turn, member: _Member, max_tokens: int, *, wait: bool) -> list[CaptureRequest]:
+    def take(self, turn: _Turn, member: Member, max_tokens: int, *, wait: bool) -> list[CaptureRequest]:
         """As `engine.base.RequestSource.take`, for one server; [] too when it takes no part any more."""
+        dealing = turn.dealing
         with self._changed:
             while self._takes_part(turn, member):
-                idle = not any(owed.member is member for owed in turn.owed.values())
-                # One that has nothing to do comes first.
-                if idle or not turn.hungry:
-                    taken = self._deal(turn, member, max_tokens)
-                    if taken:
-                        turn.hungry.discard(member)
-                        return taken
-                if not wait:
-                    return []
-                turn.hungry.add(member)
+                taken = dealing.take(member, max_tokens, wait=wait)
+                while dealing.silent:
+                    silent = dealing.silent.pop()
+                    why = f"the server at {silent.url} answered nothing while a sample's time ran out"
+                    self._lose(silent, EngineUnavailable(why, engine=self._kind))
+                if taken or not wait:
+                    return taken
                 self._changed.wait(LOOK_S)
-            turn.hungry.discard(member)
+            dealing.leave(member)
             return []
 
-    def _deal(self, turn: _Turn, member: _Member, max_tokens: int) -> list[CaptureRequest]:
-        """Up to `max_tokens` tokens' worth of what this server can stage; no more than its part while others idle."""
-        if not turn.waiting and not turn.asking:
-            turn.waiting.extend(turn.source.take(max_tokens, wait=False))
-        busy = {owed.member for owed in turn.owed.values()}
-        num_idle = sum(not other.why and other not in busy for other in self._members if other is not member)
-        most = -(-len(turn.waiting) // (1 + num_idle))
-        taken: list[CaptureRequest] = []
-        left: list[CaptureRequest] = []
-        tokens = 0
-        while turn.waiting and len(taken) < most:
-            request = turn.waiting.popleft()
-            if taken and tokens + len(request.token_ids) > max_tokens:
-                left.append(request)
-                break
-            if self._fits(member, request):
-                taken.append(request)
-                tokens += len(request.token_ids)
-            else:
-                left.append(request)
-        turn.waiting.extendleft(reversed(left))
-        return [request for request in taken if self._owe(turn, member, request)]
-
-    def _fits(self, member: _Member, request: CaptureRequest) -> bool:
-        """Whether a server may stage so large a sample; the roomiest one is asked, whatever its limit."""
-        assert self._info is not None
-        roomiest = max(other.engine.staging_limit for other in self._members if not other.why)
-        limit = member.engine.staging_limit
-        return limit == roomiest or len(request.token_ids) * (self._info.spec.bytes_per_token + 4) <= limit
-
-    def _owe(self, turn: _Turn, member: _Member, request: CaptureRequest) -> bool:
-        """From here on this server has the sample, and no other; False when a later try is under way already."""
-        earlier = turn.owed.get(request.sample_id)
-        if earlier is not None and earlier.request.attempt > request.attempt:
-            return False
-        turn.owed[request.sample_id] = _Owed(request, member, time.monotonic())
-        if earlier is None or earlier.member is member:
-            return True
-        # It is asked for once more, since its time was over.
-        earlier.member.engine.forget(request.sample_id, below=request.attempt)
-        if earlier.member.heard_at < earlier.since:
-            silent_s = time.monotonic() - earlier.since
-            why = f"the server at {earlier.member.url} has answered nothing for {human_time(silent_s)}"
-            self._lose(earlier.member, EngineUnavailable(why, engine=self._kind))
-        return True
-
-    def _answered(self, turn: _Turn, member: _Member, outcome: CaptureAnswer | CaptureFailure) -> None:
+    def _answered(self, turn: _Turn, member: Member, outcome: CaptureAnswer | CaptureFailure) -> None:
         with self._changed:
-            owed = turn.owed.get(outcome.sample_id)
-            if owed is None or owed.member is not member or owed.request.attempt != outcome.attempt:
-                return  # it was given to another one meanwhile
-            del turn.owed[outcome.sample_id]
+            if not turn.dealing.answered(member, outcome):
+                return
             self._deaths.pop(outcome.sample_id, None)
-            member.heard_at = time.monotonic()
         turn.outcomes.put(outcome)
 
     def _look_for_the_end(self, turn: _Turn) -> None:
         """When nothing is owed, wait for the source to have more, or to say that there is none."""
+        dealing = turn.dealing
         with self._changed:
-            if turn.owed or turn.waiting or turn.over or not turn.outcomes.empty():
+            if turn.over or not dealing.is_settled() or not turn.outcomes.empty():
                 return
-            turn.asking = True
-        found = turn.source.take(1, wait=True)
+            dealing.asking = True
+        found = dealing.source.take(1, wait=True)
         with self._changed:
-            turn.asking = False
-            turn.waiting.extend(found)
+            dealing.asking = False
+            dealing.add(found)
             turn.over |= not found
             self._changed.notify_all()
 
     # --- servers that go and come
 
-    def _takes_part(self, turn: _Turn, member: _Member) -> bool:
+    def _takes_part(self, turn: _Turn, member: Member) -> bool:
         return not (turn.over or member.why or self._closed)
 
-    def _start(self, turn: _Turn, member: _Member) -> None:
+    def _start(self, turn: _Turn, member: Member) -> None:
         if member not in turn.serving:
             turn.serving.add(member)
             threading.Thread(target=self._serve, args=(turn, member), name="eyas-server", daemon=True).start()
 
-    def _serve(self, turn: _Turn, member: _Member) -> None:
+    def _serve(self, turn: _Turn, member: Member) -> None:
         """In a thread for each server and turn: its answers, until there is no more work or it is gone."""
         while True:
             with self._changed:
@@ -310,8 +226,8 @@ class Servers:
                     del outcome
                 with self._changed:
                     # Nothing, unless another thread captured from it meanwhile.
-                    for one in [one for one in turn.owed.values() if one.member is member]:
-                        turn.waiting.append(turn.owed.pop(one.request.sample_id).request)
+                    for owed in turn.dealing.of(member):
+                        turn.dealing.give_back(owed)
             except EngineError as error:
                 if isinstance(error, EngineWrong):
                     turn.outcomes.put(error)
@@ -320,13 +236,13 @@ class Servers:
                 turn.outcomes.put(error)
                 return
 
-    def _lose(self, member: _Member, error: EngineError) -> None:
+    def _lose(self, member: Member, error: EngineError) -> None:
         with self._changed:
             if member.why or self._closed:
                 return
             member.why = brief(str(error))
             turn = self._turn
-            owed = [] if turn is None else [one for one in turn.owed.values() if one.member is member]
+            owed = [] if turn is None else turn.dealing.of(member)
             logger.warning("%s; it is left out, %d requests go to the others", member.why, len(owed))
             if turn is not None:
                 for one in owed:
@@ -337,22 +253,23 @@ class Servers:
             self._bring_back(member)
             self._changed.notify_all()
 
-    def _give_back(self, turn: _Turn, owed: _Owed, why: str) -> None:
+    def _give_back(self, turn: _Turn, owed: Owed, why: str) -> None:
+        """Another server's turn; the second time it is asked for alone, since it may be what kills them."""
         request = owed.request
-        del turn.owed[request.sample_id]
         self._deaths[request.sample_id] += 1
         if self._deaths[request.sample_id] == 1:
-            turn.waiting.append(request)
+            turn.dealing.give_back(owed)
         else:
+            turn.dealing.forgive(owed)
             error = EngineUnavailable(f"sample {request.sample_id}: {why}", engine=self._kind)
             turn.outcomes.put(CaptureFailure(request.sample_id, request.attempt, error, suspect=True))
 
-    def _bring_back(self, member: _Member) -> None:
+    def _bring_back(self, member: Member) -> None:
         if not member.returning:
             member.returning = True
             threading.Thread(target=self._return, args=(member,), name="eyas-return", daemon=True).start()
 
-    def _return(self, member: _Member) -> None:
+    def _return(self, member: Member) -> None:
         """In a thread for each server that is gone: until it is back, is what it was, and gives right values."""
         assert self._info is not None
         pause = FIRST_PAUSE_S
@@ -413,7 +330,7 @@ class Servers:
         finally:
             self.waiting_for = ""
 
-    def _require_length(self, member: _Member, max_tokens: int) -> None:
+    def _require_length(self, member: Member, max_tokens: int) -> None:
         """One that comes late must take what the others were found to take: nothing is refused for its sake."""
         takes = member.engine.info().max_tokens
         if takes < max_tokens:
@@ -422,7 +339,7 @@ class Servers:
                 engine=self._kind,
             )
 
-    def _require_own_staging(self, member: _Member) -> None:
+    def _require_own_staging(self, member: Member) -> None:
         """A directory is one server's: its quota is counted by that one alone."""
         for other in self._members:
             if other is not member and not other.why and other.engine.staging == member.engine.staging:
@@ -435,5 +352,5 @@ class Servers:
 class _Share:
     """Where one server takes its work from."""
 
-    def __init__(self, servers: Servers, turn: _Turn, member: _Member) -> None:
+    def __init__(self, servers: Servers, turn: _Turn, member: Member) -> None:
         self.take = partial(servers.take, turn, member)
