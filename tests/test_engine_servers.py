@@ -15,6 +15,7 @@ import pytest
 import tiny_models
 from eyas.capture.run import Receipt
 from eyas.capture.status import status
+from eyas.cli import parity, states
 from eyas.config import Config, EngineConfig, TargetConfig
 from eyas.data.table import SampleTable
 from eyas.engine import asking, servers
@@ -277,6 +278,27 @@ def test_servers_that_are_not_there_yet_may_come_later(
     require_sound(out)
 
 
+def test_a_server_that_dies_while_it_is_probed_is_left_out(
+    fleet: Fleet, out: Path, table: SampleTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    dying = fleet.add(on_request(2 - PROBED, lambda: Act(before=fleet.servers[0].kill)))
+    other = fleet.add()
+    receipt = fleet.capture(table, cfg(out, backoff_s=0.01), fleet.together())
+    assert receipt.samples_by_server == {other.url: len(MANY)} and dying.url in caplog.text
+    require_sound(out)
+
+
+def test_commands_take_the_servers_of_the_run_file(fleet: Fleet) -> None:
+    urls = [fleet.add().url, fleet.add().url]
+    tree = Config.model_validate({"target": {"path": fleet.target}, "engine": {"kind": "sglang", "urls": urls}})
+    engine, _ = states._engine(tree)
+    assert isinstance(engine, Servers) and list(engine.servers()) == urls
+    spec = engine.info().spec
+    one = parity._engine(tree, "sglang", None, spec)
+    assert isinstance(one, SglangEngine) and one.url == urls[0]
+    engine.close()
+
+
 def chained(*scripts: Script) -> Script:
     return lambda asked: next((act for act in [script(asked) for script in scripts] if act is not None), None)
 
@@ -331,9 +353,9 @@ def test_a_server_that_comes_back_is_probed_and_works_again(
     ("options", "text"),
     [
         ({"layers": (0, 2, 3)}, "came back different: aux_layers"),
-        ({"sglang": "9"}, "came back different: version"),
+        pytest.param({"sglang": "9"}, "came back different: version", marks=pytest.mark.slow),
         ({"noise": 0.5}, "log-probabilities"),
-        ({"plugin": False}, "without the capture plugin"),
+        pytest.param({"plugin": False}, "without the capture plugin", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_comes_back_as_another_one_stays_out_and_the_capture_goes_on(

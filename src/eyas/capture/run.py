@@ -167,7 +167,6 @@ class _Run:
         rows = zip_longest(*pending)
         spread = [sample for row in rows for sample in row if sample is not None]
         samples = [*spread[:PROBE_SAMPLES], *self._committed(self._latest())[:1]]
-        self._each(lambda asker, server: probe(asker, samples, head, self._monitor, server))
         if isinstance(self._engine, ManyServers):
             once = self._config.model_copy(update={"max_attempts": 1})
 
@@ -175,6 +174,7 @@ class _Run:
                 probe(Asker(once, server, self._info, self._monitor), samples, head, self._monitor, url)
 
             self._engine.vet = vet
+        self._each(lambda asker, server: probe(asker, samples, head, self._monitor, server))
 
     def _each(self, check: Callable[[Asker, str], None]) -> None:
         """Check the engine, or each of its servers; one that goes meanwhile is left to come back."""

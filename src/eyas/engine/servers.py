@@ -92,7 +92,7 @@ class Servers:
             found: dict[Member, EngineInfo] = {}
             for member in self._members:
                 try:
-                    found[member] = member.engine.info()
+                    found[member], member.why = member.engine.info(), ""
                 except EngineUnavailable as error:
                     member.why = brief(str(error))
             if not found:
