@@ -19,7 +19,7 @@ from eyas.cli import parity, states
 from eyas.config import Config, EngineConfig, TargetConfig
 from eyas.data.table import SampleTable
 from eyas.engine import asking, servers
-from eyas.engine.base import CaptureRequest
+from eyas.engine.base import CaptureFailure, CaptureRequest
 from eyas.engine.hf import HfEngine
 from eyas.engine.servers import Servers, open_servers
 from eyas.engine.sglang.client import SglangEngine
@@ -39,7 +39,7 @@ from server_world import (
     require_sound,
     require_values,
 )
-from stand_in_server import Act, Asked, StandIn, right
+from stand_in_server import Act, Asked, right
 from stand_in_vllm import StandInVllm
 
 MANY = [3 + (7 * i) % 23 for i in range(40)]
@@ -506,5 +506,36 @@ def test_each_request_is_answered_once_by_whoever_had_it(fleet: Fleet, table: Sa
     assert sorted(again) == sorted(found)
 
 
-def test_the_stand_ins_are_what_others_test_with() -> None:
-    assert Fleet.make_server is StandIn
+def test_what_was_with_two_servers_that_died_is_to_be_asked_for_alone(fleet: Fleet, table: SampleTable) -> None:
+    samples = list(table.samples())
+    poison = samples[1].token_ids.tolist()
+
+    def deadly(index: int) -> Script:
+        return lambda asked: Act(before=fleet.servers[index].kill) if asked.ids == poison else None
+
+    for index in range(3):
+        fleet.add(deadly(index))
+    found = list(fleet.together().capture(Batch([CaptureRequest(s.sample_id, s.token_ids) for s in samples])))
+    assert sorted(outcome.sample_id for outcome in found) == sorted(sample.sample_id for sample in samples)
+    failures = [outcome for outcome in found if isinstance(outcome, CaptureFailure)]
+    assert all(failure.suspect for failure in failures)
+    assert samples[1].sample_id in {failure.sample_id for failure in failures}
+    assert sum(server.dead for server in fleet.servers) == 2
+
+
+def test_a_server_that_takes_less_than_before_stays_out(target: Path, tmp_path: Path, head: TargetHead) -> None:
+    fleet = VllmFleet(target, tmp_path, head)
+    try:
+        fleet.add()
+        changed = fleet.add()
+        engine = fleet.together()
+        engine.info()
+        changed.kill()
+        fleet.again(changed, about={"max_tokens": 100})
+        engine.lose(changed.url, EngineUnavailable("gone"))
+        deadline = time.monotonic() + 20
+        while "takes samples of 100 tokens, the others took 400" not in engine.servers()[changed.url]:
+            assert time.monotonic() < deadline, engine.servers()
+            time.sleep(0.02)
+    finally:
+        fleet.close()
