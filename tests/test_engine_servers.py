@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tiny_models
@@ -20,6 +21,7 @@ from eyas.config import Config, EngineConfig, TargetConfig
 from eyas.data.table import SampleTable
 from eyas.engine import asking, servers
 from eyas.engine.base import CaptureFailure, CaptureRequest
+from eyas.engine.dealing import Dealing, Member
 from eyas.engine.hf import HfEngine
 from eyas.engine.servers import Servers, open_servers
 from eyas.engine.sglang.client import SglangEngine
@@ -539,3 +541,56 @@ def test_a_server_that_takes_less_than_before_stays_out(target: Path, tmp_path: 
             time.sleep(0.02)
     finally:
         fleet.close()
+
+
+class Roomy:
+    """All that dealing needs of a server."""
+
+    url = "http://x"
+    staging_limit = 1000
+
+    def __init__(self) -> None:
+        self.forgotten: list[tuple[str, int]] = []
+
+    def forget(self, sample_id: str, *, below: int) -> None:
+        self.forgotten.append((sample_id, below))
+
+
+def dealing_of(requests: list[CaptureRequest], num_servers: int) -> tuple[Dealing, list[Member]]:
+    members = [Member(Roomy()) for _ in range(num_servers)]  # type: ignore[arg-type]
+    return Dealing(Batch(requests), members, 1), members
+
+
+def asked(sample_id: str, attempt: int = 1) -> CaptureRequest:
+    return CaptureRequest(sample_id, np.arange(4, dtype=np.int32), attempt)
+
+
+def test_a_late_answer_about_a_sample_that_another_server_has_does_not_count() -> None:
+    dealing, (first, second) = dealing_of([asked("a")], 2)
+    dealing.take(first, 100, wait=True)
+    (owed,) = dealing.of(first)
+    dealing.give_back(owed)
+    assert [r.sample_id for r in dealing.take(second, 100, wait=True)] == ["a"]
+    answer = CaptureFailure("a", 1, EngineUnavailable("no"))
+    assert not dealing.answered(first, answer) and dealing.answered(second, answer) and dealing.is_settled()
+
+
+def test_one_that_has_nothing_to_do_comes_first_and_work_is_spread() -> None:
+    dealing, (first, second) = dealing_of([asked("a"), asked("b")], 2)
+    assert len(dealing.take(first, 100, wait=True)) == 1  # its part: the other has nothing to do
+    assert len(dealing.take(second, 100, wait=True)) == 1
+    (owed,) = dealing.of(second)
+    dealing.answered(second, CaptureFailure("b", 1, EngineUnavailable("no")))
+    assert owed.request.sample_id == "b" and dealing.take(second, 100, wait=True) == []
+    dealing.add([asked("c")])
+    assert dealing.take(first, 100, wait=False) == []  # the idle one comes first
+    assert [r.sample_id for r in dealing.take(second, 100, wait=True)] == ["c"]
+
+
+def test_a_sample_asked_for_once_more_elsewhere_is_forgotten_where_it_was() -> None:
+    dealing, (first, second) = dealing_of([asked("a")], 2)
+    dealing.take(first, 100, wait=True)
+    dealing.add([asked("a", attempt=2)])
+    assert [r.attempt for r in dealing.take(second, 100, wait=True)] == [2]
+    assert first.engine.forgotten == [("a", 2)] and dealing.silent == [first]  # type: ignore[attr-defined]
+    assert not dealing.answered(first, CaptureFailure("a", 1, EngineUnavailable("no")))
