@@ -54,8 +54,8 @@ test-sglang: setup .venv-sglang/.complete
 	.venv-sglang/bin/python -m pip install -r tests/sglang_cpu/requirements-deps.txt
 	@touch $@
 
-# The connector in a real vLLM server on a CPU, in an environment of its own.
-test-vllm: setup .venv-vllm/.complete
+# The connector in a real vLLM server on a CPU, in an environment of its own; one test has both servers.
+test-vllm: setup .venv-vllm/.complete .venv-sglang/.complete
 	$(BIN)/eyas target smollm2 demo/target
 	$(BIN)/python -m pytest -m vllm
 

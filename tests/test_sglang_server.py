@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import numpy.typing as npt
 import pytest
 import transformers
 
@@ -28,17 +26,28 @@ from eyas.config import EngineConfig, TargetConfig
 from eyas.engine import staged
 from eyas.engine.base import CaptureAnswer, CaptureRequest
 from eyas.engine.hf import HfEngine
-from eyas.records import LAST, Sample, hidden_field
+from eyas.records import Sample
 from eyas.store.reader import DataSet
 from eyas.store.verify import verify
 from eyas.values import as_float32
 from fake_data import make_table_of
+from real_server import (
+    EYAS,
+    SGLANG_ENVIRONMENT,
+    SGLANG_PYTHON,
+    TARGET,
+    TOLERANCE,
+    Fields,
+    assert_same_states,
+    await_record,
+    capture,
+    left_in_staging,
+    serving,
+    values,
+    wait_ready,
+    worst_errors,
+)
 
-ROOT = Path(__file__).parents[1]
-PYTHON = ROOT / ".venv-sglang/bin/python"
-TARGET = ROOT / "demo/target"
-SHIMS = ROOT / "tests/sglang_cpu/shims"
-EYAS = Path(sys.executable).with_name("eyas")
 PORT = 30500
 URL = f"http://127.0.0.1:{PORT}"
 LAYERS = (0, 2, 15, 30)
@@ -49,7 +58,7 @@ QUOTA = 6_000_000
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-sglang: make test-sglang"),
+    pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="needs .venv-sglang: make test-sglang"),
     pytest.mark.skipif(not TARGET.exists(), reason="needs demo/target: make test-sglang"),
 ]
 
@@ -86,7 +95,7 @@ max-total-tokens = 8192
 chunked-prefill-size = {CHUNK}
 sleep-on-idle = true
 [serve]
-python = "{PYTHON}"
+python = "{SGLANG_PYTHON}"
 staging = "{path / "staging"}"
 staging_bytes = {QUOTA}
 min_free_bytes = 1000000
@@ -102,7 +111,7 @@ interval_s = 2.0
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, dict[str, npt.NDArray[np.float32]]]:
+def expected() -> dict[str, Fields]:
     """Every field of every sample by transformers, computed while nothing else runs."""
     engine = HfEngine(TargetConfig(path=TARGET), EngineConfig(dtype="float32", device="cpu"), LAYERS)
     requests = [CaptureRequest(sample.sample_id, sample.token_ids) for sample in make_samples()]
@@ -119,41 +128,8 @@ def expected() -> dict[str, dict[str, npt.NDArray[np.float32]]]:
 @pytest.fixture(scope="module")
 def server(work: Path, expected: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     """`eyas serve`, ready."""
-    environment = os.environ | {"PYTHONPATH": str(SHIMS), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "2"}
-    process = subprocess.Popen(
-        [EYAS, "serve", "run.toml"],
-        cwd=work,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    said: list[str] = []
-    readers = [
-        threading.Thread(target=lambda pipe=pipe: said.extend(pipe), daemon=True)  # type: ignore[misc]
-        for pipe in (process.stdout, process.stderr)
-    ]
-    for reader in readers:
-        reader.start()
-    wait_ready(work, process, said)
-    yield process
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0, said[-20:]
-    assert not (work / "staging").exists()
-
-
-def wait_ready(work: Path, process: subprocess.Popen[str], said: list[str], restarts: int = 0) -> dict[str, Any]:
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        assert process.poll() is None, said[-30:]
-        try:
-            beat: dict[str, Any] = json.loads((work / "states/server/heartbeat.json").read_bytes())
-        except (OSError, ValueError):
-            beat = {}
-        if beat.get("state") == "ready" and beat.get("restarts", 0) >= restarts:
-            return beat
-        time.sleep(0.5)
-    raise AssertionError(said[-30:])
+    with serving(work, SGLANG_ENVIRONMENT) as process:
+        yield process
 
 
 def schedulers(server_pid: int) -> list[int]:
@@ -162,28 +138,6 @@ def schedulers(server_pid: int) -> list[int]:
     found = [int(pid) for pid in children if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert found
     return found
-
-
-def capture(work: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [EYAS, "capture", "run.toml", *overrides, "--json"]
-    return subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=600, check=False)
-
-
-def left_in_staging(work: Path) -> list[str]:
-    return [str(path) for path in (work / "staging").rglob("*") if path.is_file()]
-
-
-def assert_same_states(one: Path, two: Path) -> None:
-    """Two data sets hold the same samples, and states that differ by rounding alone (other batches)."""
-    a, b = DataSet(one), DataSet(two)
-    assert len(a) == len(b)
-    for index in range(len(a)):
-        left, right = a[index], b[b.index_of(a[index].sample_id)]
-        for name in a.spec.fields:
-            x, y = (as_float32(s.field(name), "float32", a.spec.hidden_size) for s in (left, right))
-            assert float(np.max(np.linalg.norm(x - y, axis=1) / np.linalg.norm(x, axis=1))) < 1e-4
-    a.close()
-    b.close()
 
 
 @pytest.fixture(scope="module")
@@ -221,25 +175,17 @@ def captured(work: Path, server: subprocess.Popen[str]) -> dict[str, Any]:
     return receipt
 
 
-def test_states_equal_those_of_transformers(
-    work: Path, captured: dict[str, Any], expected: dict[str, dict[str, npt.NDArray[np.float32]]]
-) -> None:
+def test_states_equal_those_of_transformers(work: Path, captured: dict[str, Any], expected: dict[str, Fields]) -> None:
     assert captured["planned"] == captured["committed"] == len(expected) and captured["rejected"] == 0
     assert captured["checked_samples"] >= 4
     assert verify(work / "states").exit_code == 0
     assert left_in_staging(work) == []
     data = DataSet(work / "states")
     assert data.spec.last_hidden_norm == "post" and data.spec.aux_layers == LAYERS
-    worst = dict.fromkeys((*map(hidden_field, LAYERS), LAST), 0.0)
     for sample_id, fields in expected.items():
-        stored = data[data.index_of(sample_id)]
-        for name in worst:
-            found = as_float32(stored.field(name), "float32", data.spec.hidden_size)
-            assert found.shape == fields[name].shape
-            error = np.linalg.norm(found - fields[name], axis=1) / np.linalg.norm(fields[name], axis=1)
-            worst[name] = max(worst[name], float(error.max()))
+        worst = worst_errors(values(data, data.index_of(sample_id)), fields)
+        assert max(worst.values()) < TOLERANCE, worst
     data.close()
-    assert max(worst.values()) < 1e-4, worst
 
 
 def test_a_second_run_asks_nothing(work: Path, captured: dict[str, Any]) -> None:
@@ -343,9 +289,7 @@ def test_the_server_is_killed_in_mid_run_and_the_run_goes_on(
     results: list[subprocess.CompletedProcess[str]] = []
     thread = threading.Thread(target=lambda: results.append(capture(work, "capture.out=survivor")))
     thread.start()
-    deadline = time.monotonic() + 120
-    while not list((work / "survivor").glob("records/*.json")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    await_record(work / "survivor")
     beat = json.loads((work / "states/server/heartbeat.json").read_bytes())
     for pid in schedulers(beat["server_pid"]):
         os.kill(pid, signal.SIGKILL)

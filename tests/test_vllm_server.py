@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -32,30 +31,37 @@ from eyas.engine.vllm.client import VllmEngine
 from eyas.records import Sample
 from eyas.store.reader import DataSet
 from eyas.store.verify import verify
-from eyas.target.head import TargetHead
 from eyas.values import as_float32
 from fake_data import make_table_of
+from real_server import (
+    EYAS,
+    ROOT,
+    TARGET,
+    TOLERANCE,
+    VLLM_ENVIRONMENT,
+    VLLM_PYTHON,
+    assert_same_states,
+    await_record,
+    capture,
+    left_in_staging,
+    serving,
+    values,
+    wait_ready,
+    worst_errors,
+)
 
-ROOT = Path(__file__).parents[1]
-PYTHON = ROOT / ".venv-vllm/bin/python"
-TARGET = ROOT / "demo/target"
-SHIMS = ROOT / "tests/vllm_cpu/shims"
-EYAS = Path(sys.executable).with_name("eyas")
 PORT = 30600
 URL = f"http://127.0.0.1:{PORT}"
 LAYERS = (0, 2, 15)
 CHUNK = 192
 LONGEST = 2000
-TOLERANCE = 1e-4
-"""Relative error of a row in float32."""
-Fields = dict[str, npt.NDArray[np.float32]]
 QUOTA = 24_000_000
 """Bytes: the longest sample and little more."""
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-vllm: make test-vllm"),
+    pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm: make test-vllm"),
     pytest.mark.skipif(not TARGET.exists(), reason="needs demo/target: make test-vllm"),
 ]
 
@@ -90,7 +96,7 @@ check_layers = "layer"
 enforce-eager = true
 max-model-len = {LONGEST + 1}
 [serve]
-python = "{PYTHON}"
+python = "{VLLM_PYTHON}"
 staging = "{path / "staging"}"
 staging_bytes = {QUOTA}
 min_free_bytes = 1000000
@@ -109,88 +115,8 @@ interval_s = 2.0
 @pytest.fixture(scope="module")
 def server(work: Path) -> Iterator[subprocess.Popen[str]]:
     """`eyas serve`, ready."""
-    environment = os.environ | {
-        "PYTHONPATH": str(SHIMS),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "1",
-    }
-    process = subprocess.Popen(
-        [EYAS, "serve", "run.toml"],
-        cwd=work,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    said: list[str] = []
-    readers = [
-        threading.Thread(target=lambda pipe=pipe: said.extend(pipe), daemon=True)  # type: ignore[misc]
-        for pipe in (process.stdout, process.stderr)
-    ]
-    for reader in readers:
-        reader.start()
-    try:
-        wait_ready(work, process, said)
+    with serving(work, VLLM_ENVIRONMENT) as process:
         yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(timeout=60)
-    assert code == 0, said[-20:]
-    assert not (work / "staging").exists()
-
-
-def wait_ready(work: Path, process: subprocess.Popen[str], said: list[str], restarts: int = 0) -> dict[str, Any]:
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        assert process.poll() is None, said[-30:]
-        try:
-            beat: dict[str, Any] = json.loads((work / "states/server/heartbeat.json").read_bytes())
-        except (OSError, ValueError):
-            beat = {}
-        if beat.get("state") == "ready" and beat.get("restarts", 0) >= restarts:
-            return beat
-        time.sleep(0.5)
-    raise AssertionError(said[-30:])
-
-
-def capture(work: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [EYAS, "capture", "run.toml", *overrides, "--json"]
-    return subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=900, check=False)
-
-
-def left_in_staging(work: Path) -> list[str]:
-    return [str(path) for path in (work / "staging").rglob("*") if path.is_file()]
-
-
-def values(data: DataSet, index: int) -> Fields:
-    sample = data[index]
-    return {name: as_float32(sample.field(name), "float32", data.spec.hidden_size) for name in data.spec.fields}
-
-
-def worst_errors(found: Fields, expected: Fields) -> dict[str, float]:
-    """The largest relative error of a row, by field."""
-    assert found.keys() == expected.keys()
-    worst = {}
-    for name, states in expected.items():
-        assert found[name].shape == states.shape
-        worst[name] = float(np.max(np.linalg.norm(found[name] - states, axis=1) / np.linalg.norm(states, axis=1)))
-    return worst
-
-
-def assert_same_states(one: Path, two: Path) -> None:
-    """A data set holds the samples of another, and states that differ by rounding alone, norms brought together."""
-    a, b = DataSet(one), DataSet(two)
-    assert len(a) and a.spec.aux_layers == b.spec.aux_layers
-    head = TargetHead.load(TARGET)
-    for index in range(len(a)):
-        left, right = values(a, index), values(b, b.index_of(a[index].sample_id))
-        if a.spec.last_hidden_norm != b.spec.last_hidden_norm:
-            side = left if a.spec.last_hidden_norm == "pre" else right
-            side["last"] = head.normed(side["last"])
-        worst = worst_errors(left, right)
-        assert max(worst.values()) < TOLERANCE, (a[index].num_tokens, worst)
-    a.close()
-    b.close()
 
 
 @pytest.fixture(scope="module")
@@ -345,9 +271,3 @@ def test_the_server_is_killed_in_mid_run_and_the_run_goes_on(
     assert after["restarts"] == beat.get("restarts", 0) + 1
     assert_same_states(work / "states", work / "survivor")
     assert left_in_staging(work) == []
-
-
-def await_record(out: Path) -> None:
-    deadline = time.monotonic() + 300
-    while not list(out.glob("records/*.json")) and time.monotonic() < deadline:
-        time.sleep(0.05)
