@@ -26,6 +26,7 @@ from eyas.connections import Connections
 from eyas.engine import staged
 from eyas.engine.base import CaptureAnswer, CaptureRequest, EngineInfo, Reference
 from eyas.engine.dialect import Dialect, Reply, ask_hello, brief, is_passing, needs_certificates
+from eyas.engine.pickup import OwnPickup, PluginFiles, RowsError
 from eyas.engine.reference import LayerCheck
 from eyas.engine.staged import RequestName, Staged, StagedError
 from eyas.errors import EngineError, EngineRefused, EngineUnavailable, EngineWrong
@@ -77,6 +78,7 @@ class Asking:
         """Of states that were answered and are not given back yet."""
         self._held: deque[int] = deque()
         """Changes of that, by readers and by finalizers, which run wherever the last view of a file is dropped."""
+        self._files = dialect.pickup(run) if isinstance(dialect, OwnPickup) else PluginFiles(run, UNFINISHED_PATIENCE_S)
         self._awaited: set[int] = set()
         """Serials whose files somebody waits for; any other file of ours may go."""
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="eyas-read")
@@ -111,17 +113,7 @@ class Asking:
 
     def sweep(self) -> None:
         """Remove the files that nobody waits for: of requests that were given up, or that a killed server began."""
-        try:
-            paths = list(self._staging_run.path.iterdir())
-        except OSError:
-            return  # it is gone; the server will say so
-        for path in paths:
-            serial = path.name.partition(".")[0]
-            if not serial.isdecimal() or int(serial) in self._awaited:
-                continue
-            # What is still being written (.tmp) gets its name first.
-            if path.suffix != ".tmp" or staged.age_s(path) > UNFINISHED_PATIENCE_S:
-                path.unlink(missing_ok=True)
+        self._files.sweep(self._awaited)
 
     async def num_waiting(self) -> int | None:
         """How many requests wait at the server to be computed; None where it does not tell."""
@@ -134,6 +126,7 @@ class Asking:
     def stop_reading(self) -> None:
         """End the threads that read files."""
         self._readers.shutdown(wait=False, cancel_futures=True)
+        self._files.close()
 
     def _require_same_server(self, found: Staged) -> None:
         """A server that was started anew between two requests may capture otherwise: it must be asked what it is."""
@@ -162,7 +155,7 @@ class Asking:
                 reply = await self._post(name, request, logprobs=logprobs)
                 said = self._said(reply, request)
                 if said.get("reason") != staged.FULL:
-                    return name, await self._fetch(name, request), reply
+                    return name, await self._fetch(name, request, said), reply
             except BaseException:
                 self._awaited.discard(serial)
                 raise
@@ -240,30 +233,24 @@ class Asking:
             raise EngineUnavailable(why, engine=self._dialect.engine, sample_id=request.sample_id)
         raise EngineError(f"{self._url}: the server answers {status}: {brief(text)}", engine=self._dialect.engine)
 
-    async def _fetch(self, name: RequestName, request: CaptureRequest, rank: int = 0) -> Staged:
-        """Take a staged file: wait for it, read it, check it, remove it."""
-        path = name.path(self._staging_run.staging, rank)
+    async def _fetch(
+        self, name: RequestName, request: CaptureRequest, said: Mapping[str, Any], rank: int = 0
+    ) -> Staged:
+        """Take a request's file: wait for it, read it, check it, remove it."""
         deadline = time.monotonic() + STAGED_PATIENCE_S
         pause = 0.001
-        while not path.exists():
-            if staged.failed(path).exists():
-                why = staged.failed(path).read_text() or "the server's log says why"
-                staged.failed(path).unlink(missing_ok=True)
-                raise EngineUnavailable(
-                    f"sample {request.sample_id}: staging failed: {why}",
-                    engine=self._dialect.engine,
-                    sample_id=request.sample_id,
-                )
-            if time.monotonic() > deadline:
-                raise EngineUnavailable(
-                    f"sample {request.sample_id}: the server says it staged {path}, which is not here",
-                    engine=self._dialect.engine,
-                    sample_id=request.sample_id,
-                )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 0.05)
+        path: Path | None = None
         try:
-            found = await self._loop.run_in_executor(self._readers, self._read, path, name, rank)
+            path = self._files.path(name, said, rank)
+            while missing := self._files.missing(path):
+                if time.monotonic() > deadline:
+                    raise StagedError(missing)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            try:
+                return await self._loop.run_in_executor(self._readers, self._read, path, name, rank)
+            finally:
+                self._files.remove(path)
         except PermissionError:
             raise EngineError(
                 f"{path}: written by uid {self._hello['uid']} and not readable here: run client and server as one "
@@ -271,17 +258,15 @@ class Asking:
                 engine=self._dialect.engine,
             ) from None
         except (StagedError, OSError) as error:
-            raise EngineUnavailable(
+            make = EngineRefused if isinstance(error, RowsError) else EngineUnavailable
+            raise make(
                 f"sample {request.sample_id}: {error}", engine=self._dialect.engine, sample_id=request.sample_id
             ) from None
-        finally:
-            path.unlink(missing_ok=True)
-        return found
 
     def _read(self, path: Path, name: RequestName, rank: int) -> Staged:
         """In a reader's thread: map a file; its bytes count as held until its memory is given back."""
         num_bytes = path.stat().st_size
-        found = staged.read(path, name, rank, partial(self._held.append, -num_bytes))
+        found = self._files.read(path, name, rank, partial(self._held.append, -num_bytes))
         self._held.append(num_bytes)
         return found
 
@@ -360,7 +345,7 @@ class Asking:
     async def _compare_ranks(self, name: RequestName, request: CaptureRequest, first: Staged) -> None:
         """Every tensor-parallel rank must hold the same states. Raises EngineWrong."""
         for rank in range(1, int(self._hello["tp_size"])):
-            other = await self._fetch(name, request, rank)
+            other = await self._fetch(name, request, {}, rank)
             for name_of_field, (dtype, (_, width), data) in first.fields.items():
                 mine, theirs = (as_float32(d, dtype, width) for d in (data, other.fields[name_of_field][2]))
                 error = median_row_error(mine, theirs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import httpx
 
@@ -72,6 +72,18 @@ class Dialect(Protocol):
         ...
 
 
+@runtime_checkable
+class FindsOut(Protocol):
+    """A dialect that knows servers without our plugin."""
+
+    def find_out(self, url: str, name: RequestName, said: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The hello of such a server, from what it answers to `name`; None where it is none.
+
+        Raises ConfigError and EngineError where it cannot be captured from.
+        """
+        ...
+
+
 def ask_hello(dialect: Dialect, url: str) -> dict[str, Any]:
     """What the server at `url` says of itself.
 
@@ -95,10 +107,10 @@ def ask_hello(dialect: Dialect, url: str) -> dict[str, Any]:
             "set engine.url",
             engine=dialect.engine,
         ) from None
-    return _hello_of(dialect, url, response, path) | limits
+    return _hello_of(dialect, url, response, path, name) | limits
 
 
-def _hello_of(dialect: Dialect, url: str, response: httpx.Response, path: str) -> dict[str, Any]:
+def _hello_of(dialect: Dialect, url: str, response: httpx.Response, path: str, name: RequestName) -> dict[str, Any]:
     """A hello from its answer. Raises EngineUnavailable and EngineError."""
     status, text = response.status_code, brief(response.text)
     if is_passing(status):
@@ -117,6 +129,8 @@ def _hello_of(dialect: Dialect, url: str, response: httpx.Response, path: str) -
     if reply is None:
         raise EngineError(f"the server at {url} does not answer as {dialect.title} does: {text}", engine=dialect.engine)
     said = reply.said or {}
+    if isinstance(dialect, FindsOut) and (found := dialect.find_out(url, name, said)) is not None:
+        return found
     if "hello" not in said:
         failure = said.get("error")
         why = f"its capture plugin fails: {failure}" if failure else "it runs without the capture plugin"
