@@ -147,6 +147,14 @@ class StandIn:
         room = self.stagers[0].room()
         return [{"hello": {**self.about, "room": room, "counts": {}}}]
 
+    def pages(self) -> dict[str, str]:
+        """What is told without a question."""
+        return {
+            "/health": "",
+            "/server_info": json.dumps({"max_req_input_len": 400}),
+            "/v1/loads": json.dumps({"loads": [{"num_waiting_reqs": 0}]}),
+        }
+
     def text(self, meta: dict[str, Any]) -> str:
         """The body of an answer."""
         return json.dumps({"text": "", "meta_info": meta})
@@ -275,13 +283,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/server_info":
-            self._answer(200, json.dumps({"max_req_input_len": 400}))
-        elif path == "/v1/loads":
-            self._answer(200, json.dumps({"loads": [{"num_waiting_reqs": 0}]}))
-        else:
-            self._answer(200 if path == "/health" else 404, "")
+        told = self.server_is.pages().get(self.path.partition("?")[0])
+        self._answer(404 if told is None else 200, told or "")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
