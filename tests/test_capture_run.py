@@ -598,7 +598,7 @@ def test_a_quota_below_the_largest_sample_is_an_error_of_the_plan(table: SampleT
 def test_a_quota_lowered_below_what_is_pending_is_an_error_too(table: SampleTable, out: Path) -> None:
     engine = Watched(window_tokens=1)
     with pytest.raises(Stopped):
-        run(table, config(out), engine=engine, stop=stop_after(engine, 2))
+        run(table, config(out, in_flight_bytes=21 * 128), engine=engine, stop=stop_after(engine, 2))
     with pytest.raises(ConfigError, match=r"capture\.in_flight_bytes"):
         run(table, config(out, in_flight_bytes=1))
 
@@ -842,7 +842,7 @@ def test_the_heartbeat_says_which_process_does_what(table: SampleTable, out: Pat
 def test_the_heartbeat_of_a_stopped_run_says_so(table: SampleTable, out: Path) -> None:
     engine = Watched(window_tokens=1)
     with pytest.raises(Stopped):
-        run(table, config(out), engine=engine, stop=stop_after(engine, 3))
+        run(table, config(out, in_flight_bytes=21 * 128), engine=engine, stop=stop_after(engine, 3))
     beat = heartbeat.read(out / "heartbeat.json")
     assert beat is not None and beat["state"] == "stopped"
     assert beat["planned"] == beat["committed"] + beat["rejected"] + beat["pending"]
