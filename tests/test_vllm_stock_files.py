@@ -159,6 +159,9 @@ def test_rows_and_layers_must_be_those_asked_for(written: Written) -> None:
     written.write(hidden_states=written.states[:3].contiguous())
     with pytest.raises(RowsError, match="3 rows of 5 tokens"):
         written.read()
+    written.write(token_ids=torch.arange(6))
+    with pytest.raises(RowsError, match="5 rows of 6 tokens"):
+        written.read()
     written.write(hidden_states=written.states[:, :3].contiguous())
     with pytest.raises(StagedError, match="holds 3 layers, 4 were told"):
         written.read()
