@@ -91,7 +91,7 @@ def _engine(tree: Config, kind: str, url: str | None, spec: CaptureSpec) -> Engi
     address = url or (own.urls[0] if own.urls and kind == own.kind else own.url)
     settings: dict[str, Any] = {"kind": kind, "url": address, "check_layers": "off", "reconnect_s": 0.0}
     if kind == own.kind:
-        settings["extra"] = own.extra
+        settings |= {"extra": own.extra, "stock_layers": own.stock_layers}
     asked = config.EngineConfig(**settings, dtype=spec.dtype, device=own.device, batch_tokens=own.batch_tokens)
     if kind == "sglang":
         from eyas.engine.sglang.client import SglangEngine
