@@ -18,6 +18,7 @@ from eyas.errors import ConfigError
 
 if TYPE_CHECKING:
     from eyas.config import Config
+    from eyas.engine.servers import Make
 
 
 def load(run: Path, overrides: Sequence[str]) -> Config:
@@ -28,6 +29,17 @@ def load(run: Path, overrides: Sequence[str]) -> Config:
     given_here = any(override.partition("=")[0].strip() == "serve.python" for override in overrides)
     python = absolute(tree.serve.python, Path.cwd() if given_here else run.resolve().parent)
     return tree.model_copy(update={"serve": tree.serve.model_copy(update={"python": python})})
+
+
+def server_engine(kind: str) -> Make:
+    """The engine that captures from one server of this `engine.kind`."""
+    if kind == "vllm":
+        from eyas.engine.vllm.client import VllmEngine
+
+        return VllmEngine
+    from eyas.engine.sglang.client import SglangEngine
+
+    return SglangEngine
 
 
 def need(path: Path | None, name: str) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas import config, log
-from eyas.cli.edge import need, need_file, result
+from eyas.cli.edge import need, need_file, result, server_engine
 from eyas.errors import EXIT_FAILED, ConfigError, EngineUnavailable
 
 if TYPE_CHECKING:
@@ -93,14 +93,8 @@ def _engine(tree: Config, kind: str, url: str | None, spec: CaptureSpec) -> Engi
     if kind == own.kind:
         settings |= {"extra": own.extra, "stock_layers": own.stock_layers}
     asked = config.EngineConfig(**settings, dtype=spec.dtype, device=own.device, batch_tokens=own.batch_tokens)
-    if kind == "sglang":
-        from eyas.engine.sglang.client import SglangEngine
-
-        return SglangEngine(tree.target, asked, spec.aux_layers)
-    if kind == "vllm":
-        from eyas.engine.vllm.client import VllmEngine
-
-        return VllmEngine(tree.target, asked, spec.aux_layers)
+    if kind != "hf":
+        return server_engine(kind)(tree.target, asked, spec.aux_layers)
     from eyas.engine.hf import HfEngine
 
     near = {k + step for k in spec.aux_layers for step in (-1, 0, 1) if 0 <= k + step <= spec.num_layers}

@@ -21,6 +21,7 @@ from eyas.cli.edge import (
     need_file,
     result,
     say,
+    server_engine,
     stop_by_event,
     stop_by_exception,
 )
@@ -270,16 +271,10 @@ def _engine(tree: Config) -> tuple[Engine, Head | None]:
 
     path, trust = need(tree.target.path, "target.path"), tree.target.trust_remote_code
     head = DeferredHead(lambda: TargetHead.load(path, trust_remote_code=trust))
-    if tree.engine.kind == "sglang":
+    if tree.engine.kind != "hf":
         from eyas.engine.servers import open_servers
-        from eyas.engine.sglang.client import SglangEngine
 
-        return open_servers(SglangEngine, tree.target, tree.engine, tree.capture.aux_layers), head
-    if tree.engine.kind == "vllm":
-        from eyas.engine.servers import open_servers
-        from eyas.engine.vllm.client import VllmEngine
-
-        return open_servers(VllmEngine, tree.target, tree.engine, tree.capture.aux_layers), head
+        return open_servers(server_engine(tree.engine.kind), tree.target, tree.engine, tree.capture.aux_layers), head
     pinned_bytes = tree.capture.in_flight_bytes * 5 // 4
     engine = HfEngine(tree.target, tree.engine, tree.capture.aux_layers, pinned_bytes=pinned_bytes)
     return engine, head

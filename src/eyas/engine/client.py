@@ -246,7 +246,7 @@ class ServerEngine:
                 "output matrix)"
             )
         files = open_target(self._target.path)
-        config = files.config.get("text_config") or files.config
+        config = files.text_config
         for name, key in (
             ("num_layers", "num_hidden_layers"),
             ("hidden_size", "hidden_size"),
