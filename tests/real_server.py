@@ -41,6 +41,15 @@ TOLERANCE = 1e-4
 Fields = dict[str, npt.NDArray[np.float32]]
 
 
+def sglang_extra(chunk: int) -> str:
+    """`engine.extra` of an SGLang server on a small machine, that computes so many tokens of prompts at once."""
+    return f"""attention-backend = "torch_native"
+mem-fraction-static = 0.2
+max-total-tokens = 8192
+chunked-prefill-size = {chunk}
+sleep-on-idle = true"""
+
+
 @contextlib.contextmanager
 def serving(work: Path, environment: Mapping[str, str], run: str = "run.toml") -> Iterator[subprocess.Popen[str]]:
     """`eyas serve`, ready; afterwards it ends well and leaves no staging directory."""

@@ -91,11 +91,6 @@ def table(tmp_path: Path) -> SampleTable:
     return make_table(tmp_path / "samples.parquet", LENGTHS, tags=True)
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
 def ids_in_order(table: SampleTable, seed: int = 0) -> list[str]:
     return sorted((s.sample_id for s in table.samples()), key=lambda sample_id: order_key(sample_id, seed))
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tiny_models
 from eyas.capture.run import Receipt
 from eyas.capture.status import status
 from eyas.cli import parity, states
@@ -50,16 +49,6 @@ PROBED = 8
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save("llama", tmp_path_factory.mktemp("target") / "llama")
-
-
-@pytest.fixture(scope="module")
-def head(target: Path) -> TargetHead:
-    return TargetHead.load(target)
-
-
-@pytest.fixture(scope="module")
 def own(target: Path) -> HfEngine:
     return HfEngine(TargetConfig(path=target), EngineConfig(dtype="float32", device="cpu"), (1, 2, 3))
 
@@ -67,11 +56,6 @@ def own(target: Path) -> HfEngine:
 @pytest.fixture
 def table(tmp_path: Path) -> SampleTable:
     return make_table(tmp_path / "samples.parquet", MANY)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
 
 
 @pytest.fixture(autouse=True)

@@ -67,16 +67,6 @@ from stand_in_server import Act, Asked, right
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save("llama", tmp_path_factory.mktemp("target") / "llama")
-
-
-@pytest.fixture(scope="module")
-def head(target: Path) -> TargetHead:
-    return TargetHead.load(target)
-
-
-@pytest.fixture(scope="module")
 def own(target: Path) -> HfEngine:
     """The same target in this process."""
     return HfEngine(TargetConfig(path=target), EngineConfig(dtype="float32", device="cpu"), (1, 2, 3))
@@ -85,11 +75,6 @@ def own(target: Path) -> HfEngine:
 @pytest.fixture
 def table(tmp_path: Path) -> SampleTable:
     return make_table(tmp_path / "samples.parquet", LENGTHS)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
 
 
 @pytest.fixture

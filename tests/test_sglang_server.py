@@ -43,6 +43,7 @@ from real_server import (
     capture,
     left_in_staging,
     serving,
+    sglang_extra,
     values,
     wait_ready,
     worst_errors,
@@ -89,11 +90,7 @@ url = "{URL}"
 dtype = "float32"
 device = "cpu"
 [engine.extra]
-attention-backend = "torch_native"
-mem-fraction-static = 0.2
-max-total-tokens = 8192
-chunked-prefill-size = {CHUNK}
-sleep-on-idle = true
+{sglang_extra(CHUNK)}
 [serve]
 python = "{SGLANG_PYTHON}"
 staging = "{path / "staging"}"

@@ -28,6 +28,7 @@ from real_server import (
     assert_same_states,
     capture,
     serving,
+    sglang_extra,
 )
 from test_vllm_server import make_samples
 
@@ -41,11 +42,7 @@ SECTIONS = {
     "hf": "",
     "sglang": f"""
 [engine.extra]
-attention-backend = "torch_native"
-mem-fraction-static = 0.2
-max-total-tokens = 8192
-chunked-prefill-size = {CHUNK}
-sleep-on-idle = true
+{sglang_extra(CHUNK)}
 [serve]
 python = "{SGLANG_PYTHON}"
 staging = "staging"

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tiny_models
 from eyas.config import EngineConfig, TargetConfig
 from eyas.data.table import SampleTable
 from eyas.engine import asking
@@ -47,16 +46,6 @@ class VllmWorld(World):
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save("llama", tmp_path_factory.mktemp("target") / "llama")
-
-
-@pytest.fixture(scope="module")
-def head(target: Path) -> TargetHead:
-    return TargetHead.load(target)
-
-
-@pytest.fixture(scope="module")
 def own(target: Path) -> HfEngine:
     """The same target in this process; its last layer's output is the last state before the norm."""
     depth = int(json.loads((target / "config.json").read_text())["num_hidden_layers"])
@@ -66,11 +55,6 @@ def own(target: Path) -> HfEngine:
 @pytest.fixture
 def table(tmp_path: Path) -> SampleTable:
     return make_table(tmp_path / "samples.parquet", LENGTHS)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
 
 
 @pytest.fixture

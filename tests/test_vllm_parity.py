@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tiny_models
 from eyas.capture.parity import Party, compare, engine_party
 from eyas.cli.parity import parity
 from eyas.config import EngineConfig, TargetConfig
@@ -28,16 +27,6 @@ from stand_in_vllm import StandInVllm
 from test_vllm_client import VllmWorld
 
 LAYERS = (1, 2, 3)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save("llama", tmp_path_factory.mktemp("target") / "llama")
-
-
-@pytest.fixture(scope="module")
-def head(target: Path) -> TargetHead:
-    return TargetHead.load(target)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import tiny_models
 from eyas import config
 from eyas.errors import ConfigError
 from eyas.serve import vllm
@@ -19,11 +18,6 @@ from eyas.serve.run import prepare
 from fake_data import make_table
 
 Plan = Callable[..., ServerPlan]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save("llama", tmp_path_factory.mktemp("target") / "llama")
 
 
 @pytest.fixture

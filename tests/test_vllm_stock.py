@@ -20,9 +20,9 @@ from eyas.target.head import TargetHead
 from server_world import LENGTHS, cfg, events, make_table, rejects, require_sound
 from stand_in_server import Act, Asked
 from stand_in_stock import StandInStock
-from test_vllm_client import VllmWorld, own, require_values, table, target
+from test_vllm_client import VllmWorld, own, require_values, table
 
-__all__ = ["own", "table", "target"]
+__all__ = ["own", "table"]
 
 Tensors = dict[str, torch.Tensor]
 
