@@ -1,18 +1,25 @@
-"""Speed and resident memory of `eyas data merge` on made-up conversations, at several sizes.
+"""Speed and resident memory of `eyas data merge`, beside `json.loads` of the same lines, on made-up conversations.
 
-    python benchmarks/merge.py --mb 300 900
+    python benchmarks/merge.py [--mb 100] [--repeats 5] [--against OTHER/src] [--short-rows 1000000]
 
-Each size is merged in a process of its own, without and with benchmarks to compare with (GSM8K's size: 1,319 prompts).
-Prints one JSON object a run: MB/s of JSON, of wall time and of the process's CPU time, and its peak resident memory.
+A machine's own speed moves more than the code does, so all that is compared alternates in one run, each in a process of
+its own: `json.loads` of the lines, merge, merge compared with benchmark prompts (as many and as long as GSM8K's; a few
+rows quote one), and the last two with the code of another checkout. Speeds are MB of JSON per second of CPU time, as
+medians; `ratio` is the median of a merge's speed over that of `json.loads` in the same round. `output` and `report`
+are digests of the output and of what the receipt says: equal ones show that old and new code do the same.
+`--short-rows` merges so many rows of one short turn instead. Prints one JSON object a size and kind of run.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import random
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,11 +27,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+OWN_CODE = Path(__file__).parents[1] / "src"
+PARSE, PLAIN, COMPARED = "json.loads", "merge", "merge, compared"
+
+
+def vocabulary() -> list[str]:
+    rng = random.Random(0)
+    letters = "etaoinshrdlucmfwypvbgk"
+    return ["".join(rng.choices(letters, k=rng.randint(1, 10))) for _ in range(8000)]
+
 
 def pieces(rng: random.Random) -> list[str]:
     """Sentences and lines of code of many lengths; words as frequent as in a language."""
-    letters = "etaoinshrdlucmfwypvbgk"
-    words = ["".join(rng.choices(letters, k=rng.randint(1, 10))) for _ in range(8000)]
+    words = vocabulary()
     weights = [1 / (i + 3) for i in range(len(words))]
     made = []
     for _ in range(4000):
@@ -69,74 +84,139 @@ def row(rng: random.Random, made: list[str], number: int) -> dict[str, Any]:
     return {"instruction": turns[0], "input": "", "output": turns[1]}
 
 
-def make(path: Path, megabytes: int) -> None:
+def short_row(rng: random.Random, number: int) -> dict[str, Any]:
+    turns = [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": f"{rng.random()}."}]
+    return {"id": f"row-{number}", "messages": turns}
+
+
+def make(path: Path, megabytes: int, prompts: list[str]) -> None:
     rng = random.Random(0)
     made = pieces(rng)
     number = size = 0
     with path.open("wb") as out:
         while size < megabytes * 1_000_000:
+            value = row(rng, made, number)
+            if number % 500 == 7:
+                value["conversations"][0]["value"] += rng.choice(prompts)
             # Half of the files in the wild escape all that is not ASCII.
-            line = json.dumps(row(rng, made, number), ensure_ascii=number % 2 == 0).encode() + b"\n"
+            line = json.dumps(value, ensure_ascii=number % 2 == 0).encode() + b"\n"
             size += out.write(line)
             number += 1
             if number % 50 == 0:
                 size += out.write(line)
 
 
-def make_benchmark(path: Path) -> None:
+def make_short(path: Path, num_rows: int) -> None:
+    rng = random.Random(0)
+    with path.open("wb") as out:
+        for number in range(num_rows):
+            out.write(json.dumps(short_row(rng, number)).encode() + b"\n")
+
+
+def make_prompts() -> list[str]:
+    """In the words of the conversations, but not in their sentences."""
     rng = random.Random(1)
     made = pieces(rng)
-    with path.open("w") as out:
-        for _ in range(1319):
-            out.write(json.dumps({"question": "".join(rng.choices(made, k=3))}) + "\n")
+    return ["".join(rng.choices(made, k=3)) for _ in range(1319)]
 
 
-def measure(source: Path, benchmarks: list[Path]) -> dict[str, Any]:
-    """Runs in the child: one merge."""
+def measure(kind: str, source: Path, benchmark: Path) -> dict[str, Any]:
+    """Runs in the child: one reading, or one merge. CPU time of the system's calls included, that of imports not."""
+    if kind == PARSE:
+        started = time.process_time()
+        with source.open("rb") as file:
+            for line in file:
+                json.loads(line)
+        return {"cpu_mb_per_s": source.stat().st_size / (time.process_time() - started) / 1e6}
     from eyas.config import MergeConfig, MergeSource
     from eyas.data.merge import merge
     from eyas.log import Progress
+    from eyas.records import canonical_json, digest_bytes
 
-    before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    imported_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     out = source.with_name("out.jsonl")
+    benchmarks = (benchmark,) if kind == COMPARED else ()
+    config = MergeConfig(sources=(MergeSource(path=source),), out=out, benchmarks=benchmarks)
     started, cpu = time.monotonic(), time.process_time()
-    config = MergeConfig(sources=(MergeSource(path=source),), out=out, benchmarks=tuple(benchmarks))
-    receipt = merge(config, Progress())
+    receipt = merge(config, Progress(stream=io.StringIO()))
     wall_s, cpu_s = time.monotonic() - started, time.process_time() - cpu
+    for made in source.parent.glob("out.jsonl*"):
+        made.unlink()
+    said = {key: value for key, value in receipt.to_json().items() if key != "wall_s"}
     return {
+        "cpu_mb_per_s": receipt.input_bytes / cpu_s / 1e6,
+        "wall_s": wall_s,
         "mb": round(receipt.input_bytes / 1e6),
         "rows": receipt.num_input,
         "kept": receipt.num_kept,
         "dropped": dict(receipt.dropped),
-        "benchmarks": len(benchmarks),
-        "wall_mb_per_s": round(receipt.input_bytes / wall_s / 1e6, 1),
-        "cpu_mb_per_s": round(receipt.input_bytes / cpu_s / 1e6, 1),
-        "imported_mb": round(before_mb),
+        "output": receipt.digest,
+        "report": digest_bytes(canonical_json(said)),
+        "imported_mb": round(imported_mb),
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
 
 
+def child(code: Path, kind: str, source: Path, benchmark: Path) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", kind, str(source), str(benchmark)]
+    found = subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(code)})
+    result: dict[str, Any] = json.loads(found.stdout)
+    return result
+
+
+def compare(source: Path, benchmark: Path, repeats: int, against: Path | None) -> None:
+    """Print what each kind of run gave, all of them in turn, `repeats` times."""
+    codes = [OWN_CODE] if against is None else [OWN_CODE, against]
+    runs = [(code, kind) for kind in (PLAIN, COMPARED) for code in codes]
+    parsed: list[float] = []
+    results: dict[tuple[Path, str], list[dict[str, Any]]] = {run: [] for run in runs}
+    for _ in range(repeats):
+        parsed.append(child(OWN_CODE, PARSE, source, benchmark)["cpu_mb_per_s"])
+        for code, kind in runs:
+            results[code, kind].append(child(code, kind, source, benchmark))
+    print(json.dumps({"run": PARSE, "cpu_mb_per_s": round(statistics.median(parsed), 1)}))
+    for (code, kind), found in results.items():
+        speeds = [result["cpu_mb_per_s"] for result in found]
+        ratios = [speed / base for speed, base in zip(speeds, parsed, strict=True)]
+        about = {
+            "run": kind,
+            "code": "own" if code == OWN_CODE else str(code),
+            "ratio": round(statistics.median(ratios), 3),
+            "lowest": round(min(ratios), 3),
+            "highest": round(max(ratios), 3),
+            "cpu_mb_per_s": round(statistics.median(speeds), 1),
+            "wall_s": round(statistics.median(result["wall_s"] for result in found), 1),
+            "peak_mb": max(result["peak_mb"] for result in found),
+        }
+        print(json.dumps({**found[0], **about}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, nargs="+", default=[300, 900])
-    parser.add_argument(
-        "--directory", type=Path, default=None, help="Where the files are made; default: a temporary one"
-    )
-    parser.add_argument("--child", nargs="+", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--mb", type=int, nargs="+", default=[100])
+    parser.add_argument("--short-rows", type=int, default=0, help="Merge so many short rows, instead of --mb")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--against", type=Path, help="The 'src' of another checkout, to run its code too")
+    parser.add_argument("--directory", type=Path, help="Where the files are made; default: a temporary one")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(measure(arguments.child[0], arguments.child[1:])))
+        kind, source, benchmark = arguments.child
+        print(json.dumps(measure(kind, Path(source), Path(benchmark))))
         return
+    if arguments.against is not None and not (arguments.against / "eyas").is_dir():
+        parser.error(f"--against: there is no 'eyas' in {arguments.against}")
     directory = Path(tempfile.mkdtemp(prefix="eyas-merge-", dir=arguments.directory))
     try:
-        benchmark = directory / "benchmark.jsonl"
-        make_benchmark(benchmark)
-        for megabytes in arguments.mb:
-            source = directory / "source.jsonl"
-            make(source, megabytes)
-            for benchmarks in ([], [benchmark]):
-                command = [sys.executable, __file__, "--child", str(source), *map(str, benchmarks)]
-                subprocess.run(command, check=True)
+        benchmark, source = directory / "benchmark.jsonl", directory / "source.jsonl"
+        prompts = make_prompts()
+        benchmark.write_text("".join(json.dumps({"question": prompt}) + "\n" for prompt in prompts))
+        for megabytes in [0] if arguments.short_rows else arguments.mb:
+            if arguments.short_rows:
+                make_short(source, arguments.short_rows)
+            else:
+                make(source, megabytes, prompts)
+            compare(source, benchmark, arguments.repeats, arguments.against)
     finally:
         shutil.rmtree(directory)
 
