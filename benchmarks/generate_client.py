@@ -2,7 +2,9 @@
 
     python benchmarks/generate_client.py [--rows 10000] [--resume 10000 100000 1000000] [--concurrency 64]
 
-The server is a process of its own that answers at once, from a template, and shares the cores with the client.
+The server is a process of its own that answers at once, from a template, and shares the cores with the client; one
+answer in a hundred is cut at its length, so that its row is rejected, and one in five hundred is an error 500.
+`resident_mb` is what the client holds in the course of the run.
 `--resume` measures memory: that many rows of which all but 2,000 are answered already, so that both passes over the
 prompts, the output and the table of done rows are as large as they get. Prints JSON.
 """
@@ -21,33 +23,33 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 TO_DO = 2_000
+CUT_EVERY, FAULT_EVERY = 100, 499
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 PROMPT_IDS, TOKEN_IDS = list(range(100, 140)), list(range(1000, 1060))
 
 
-class Instant(asyncio.Protocol):
-    """Answers every request at once with the same completion: a stand-in for a server that is never the limit."""
+def completion(finish_reason: str) -> bytes:
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "word " * len(TOKEN_IDS)},
+        "finish_reason": finish_reason,
+        "token_ids": TOKEN_IDS,
+    }
+    usage = {"prompt_tokens": len(PROMPT_IDS), "completion_tokens": len(TOKEN_IDS)}
+    about = {"id": "gen-1", "object": "chat.completion", "model": "target", "prompt_token_ids": PROMPT_IDS}
+    body = json.dumps({**about, "choices": [choice], "usage": usage}).encode()
+    return HEAD % len(body) + body
 
-    body = json.dumps(
-        {
-            "id": "gen-1",
-            "object": "chat.completion",
-            "model": "target",
-            "prompt_token_ids": PROMPT_IDS,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": "word " * len(TOKEN_IDS)},
-                    "finish_reason": "stop",
-                    "token_ids": TOKEN_IDS,
-                }
-            ],
-            "usage": {"prompt_tokens": len(PROMPT_IDS), "completion_tokens": len(TOKEN_IDS)},
-        }
-    ).encode()
-    answer = HEAD % len(body) + body
+
+class Instant(asyncio.Protocol):
+    """Answers every request at once, from a template: a stand-in for a server that is never the limit."""
+
+    answer, cut = completion("stop"), completion("length")
+    error = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n"
+    requests = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -61,7 +63,11 @@ class Instant(asyncio.Protocol):
             if len(self.buffer) < end + 4 + length:
                 return
             self.buffer = self.buffer[end + 4 + length :]
-            self.transport.write(self.answer)
+            Instant.requests += 1
+            if Instant.requests % FAULT_EVERY == 0:
+                self.transport.write(self.error)
+            else:
+                self.transport.write(self.answer if Instant.requests % CUT_EVERY else self.cut)
 
 
 async def serve() -> None:
@@ -74,7 +80,11 @@ def prompt(i: int) -> dict[str, object]:
     return {"id": str(i), "messages": [{"role": "user", "content": f"question {i}: " + "why is that so? " * 8}]}
 
 
-def run(rows: int, port: int, concurrency: int, answered: int) -> dict[str, float]:
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def run(rows: int, port: int, concurrency: int, answered: int) -> dict[str, Any]:
     """One run in this process, which does nothing else; figures of it."""
     from eyas.config import GenerateConfig
     from eyas.generate.prompts import iter_prompts
@@ -83,6 +93,15 @@ def run(rows: int, port: int, concurrency: int, answered: int) -> dict[str, floa
     from eyas.generate.rows import Known, RowTable
     from eyas.log import Progress
 
+    class Held(Progress):
+        """A progress line that nobody reads: when one is due, what the process holds is written down."""
+
+        def show(self, line: str, *, force: bool = False) -> None:
+            if force or self.due():
+                held.append(round(resident_mb(), 1))
+                super().show(line, force=True)
+
+    held: list[float] = []
     with tempfile.TemporaryDirectory() as directory:
         prompts, out = Path(directory) / "prompts.jsonl", Path(directory) / "out.jsonl"
         with prompts.open("w") as file:
@@ -117,18 +136,21 @@ def run(rows: int, port: int, concurrency: int, answered: int) -> dict[str, floa
             os.wait()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         cpu, start = time.process_time(), time.monotonic()
-        receipt = generate(config, Progress(interval_s=1e9, stream=io.StringIO()), threading.Event())
+        receipt = generate(config, Held(interval_s=max(1, rows / 8000), stream=io.StringIO()), threading.Event())
         wall, cpu = time.monotonic() - start, time.process_time() - cpu
-        assert receipt.answered == rows
+        assert receipt.planned == rows == receipt.answered + sum(receipt.rejected.values()), receipt.lines()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
             "rows": rows,
             "requests": receipt.new_requests,
+            "answered": receipt.answered,
+            "rejected": dict(receipt.rejected),
             "requests_per_s": round(receipt.new_requests / wall, 1),
             "wall_s": round(wall, 1),
             "cpu_ms_per_request": round(1000 * cpu / receipt.new_requests, 2),
             "rss_before_mb": round(before / 1000, 1),
             "peak_rss_mb": round(peak / 1000, 1),
+            "resident_mb": held,
         }
 
 
@@ -150,12 +172,12 @@ def main() -> None:
     assert server.stdout is not None
     port = server.stdout.readline().strip()
 
-    def one(rows: int, answered: int) -> dict[str, float]:
+    def one(rows: int, answered: int) -> dict[str, Any]:
         command = [sys.executable, __file__, "--concurrency", str(options.concurrency)]
         done = subprocess.run(
             [*command, "--one", str(rows), port, str(answered)], check=True, capture_output=True, text=True
         )
-        result: dict[str, float] = json.loads(done.stdout)
+        result: dict[str, Any] = json.loads(done.stdout)
         return result
 
     try:
