@@ -231,7 +231,8 @@ def test_the_command_holds_what_capture_needs(world: World) -> None:
     assert " ".join(plan.argv[3:]) == (
         f"--model-path {world.target} --host 127.0.0.1 --port {world.port} --dtype float32 --device cpu "
         "--disable-radix-cache --chunked-prefill-size -1 --max-prefill-tokens 16384 "
-        "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled --skip-server-warmup"
+        "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled "
+        "--skip-server-warmup --sleep-on-idle"
     )
     assert plan.environment == {
         "PYTHONPATH": f"{world.server}/plugin:/mine",

@@ -274,6 +274,34 @@ def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("apart_bytes", [0, 1 << 24])
+def test_a_file_digested_while_it_is_written_is_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_bytes: int
+) -> None:
+    parts = [memoryview(bytes(20)), memoryview(random.Random(0).randbytes(5 * H * 4))]
+    writev = os.writev
+    # A kernel may take a part of what it is given.
+    monkeypatch.setattr(os, "writev", lambda fd, views: writev(fd, [views[0][:1000]]))
+    monkeypatch.setattr(staged, "DIGEST_APART_BYTES", apart_bytes)
+    path = tmp_path / "7.states"
+    staged.write_states(path, lambda digest: staged.header(NAME, {"last": ("float32", H)}, "post", digest), parts)
+    head = staged.header(NAME, {"last": ("float32", H)}, "post", staged.digest_of(parts))
+    assert path.read_bytes() == b"".join([head, *parts])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_large_file_whose_digest_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "DIGEST_APART_BYTES", 0)
+
+    def no_digest(parts: Sequence[memoryview]) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(staged, "digest_of", no_digest)
+    with pytest.raises(MemoryError):
+        staged.write_states(tmp_path / "7.states", lambda digest: digest.encode(), [memoryview(b"states")])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_failure_is_told_even_when_there_is_no_room_for_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

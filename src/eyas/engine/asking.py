@@ -246,7 +246,7 @@ class Asking:
                 if time.monotonic() > deadline:
                     raise StagedError(missing)
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, 0.05)
+                pause = min(2 * pause, 0.01)
             try:
                 return await self._loop.run_in_executor(self._readers, self._read, path, name, rank)
             finally:

@@ -144,8 +144,7 @@ def put(
     Raises OSError.
     """
     every = [np.ascontiguousarray(token_ids, dtype="<i4").data.cast("B"), *parts]
-    head = staged.header(name, fields, last_hidden_norm, staged.digest_of(every), rank)
-    staged.write(path, [head, *every])
+    staged.write_states(path, lambda digest: staged.header(name, fields, last_hidden_norm, digest, rank), every)
 
 
 def tell_failure(name: RequestName, path: Path, error: Exception) -> None:

@@ -25,7 +25,8 @@ import shutil
 import stat
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ MAX_HEADER_BYTES = 1 << 20
 """No header is near this: a larger size is not one of ours."""
 _MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 MAX_PARTS = 512  # below IOV_MAX (1024) on every Linux
+DIGEST_APART_BYTES = 1 << 24
+"""From this size on a thread of its own for the digest is worth its start."""
 _RUN = re.compile(r"[0-9a-f]{16}")
 _REMOVED = re.compile(r"\.[0-9a-f]{16}\.(new|gone)")
 _NAME = re.compile(r"eyas\.([0-9a-f]{16})\.(0|[1-9][0-9]{0,17})\.([a-z]*)\.([1-9][0-9]{0,9})")
@@ -151,12 +154,35 @@ def digest_of(parts: Sequence[memoryview]) -> str:
 
 def write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
     """Put a file at `path`, whole, readable for whoever owns its directory. Raises OSError; leaves nothing then."""
+    with _new(path) as fd:
+        _write_all(fd, parts)
+
+
+def write_states(path: Path, header_of: Callable[[str], bytes], parts: Sequence[memoryview]) -> None:
+    """As `write`, of a header that tells the digest of `parts`, which come behind it.
+
+    A large file is digested while it is written, so that its client waits for the longer of the two, not for both.
+    """
+    if sum(part.nbytes for part in parts) < DIGEST_APART_BYTES:
+        write(path, [header_of(digest_of(parts)), *parts])
+        return
+    with ThreadPoolExecutor(1, "eyas-digest") as apart, _new(path) as fd:
+        digest = apart.submit(digest_of, parts)
+        os.lseek(fd, len(header_of(_UNSTATED)), os.SEEK_SET)
+        _write_all(fd, parts)
+        os.lseek(fd, 0, os.SEEK_SET)
+        _write_all(fd, [header_of(digest.result())])
+
+
+@contextlib.contextmanager
+def _new(path: Path) -> Iterator[int]:
+    """A new file's descriptor; it gets its name at the end, and is gone after an error."""
     temporary = path.with_name(path.name + ".tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
             _share_with_owner(fd, path.parent)
-            _write_all(fd, [memoryview(part) for part in parts])
+            yield fd
         finally:
             os.close(fd)
         temporary.rename(path)
@@ -183,8 +209,8 @@ def _share_with_owner(fd: int, directory: Path) -> None:
             os.fchmod(fd, 0o644)
 
 
-def _write_all(fd: int, views: list[memoryview]) -> None:
-    views = [view for view in views if view.nbytes]
+def _write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
+    views = [view for view in [memoryview(part) for part in parts] if view.nbytes]
     while views:
         written = os.writev(fd, views[:MAX_PARTS])
         while views and written >= views[0].nbytes:

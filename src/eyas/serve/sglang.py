@@ -84,6 +84,8 @@ def own_flags(serve: ServeConfig, engine: EngineConfig, *, model_path: str, host
         "cuda-graph-backend-decode": "disabled",
         "cuda-graph-backend-prefill": "disabled",
         "skip-server-warmup": True,
+        # Else the idle scheduler spins, and keeps the interpreter from the threads that write what it staged last.
+        "sleep-on-idle": True,
     }
     return flags
 
