@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,8 +30,9 @@ from hypothesis import strategies as st
 
 from eyas import config as config_module
 from eyas.config import DataConfig, MergeConfig, MergeSource, TargetConfig
+from eyas.data import canonical as forms
 from eyas.data import mixture, output, shuffle, turns
-from eyas.data.canonical import canonical
+from eyas.data.canonical import Canonical, canonical
 from eyas.data.files import RawRow, lines_of, open_rows
 from eyas.data.leakage import Benchmarks, words_of
 from eyas.data.merge import merge, report_path
@@ -166,7 +168,7 @@ TURN = st.fixed_dictionaries(
 def test_the_short_way_gives_what_the_long_way_gives(turns_: list[dict[str, Any]], ascii: bool, rng: Any) -> None:
     shuffled = [dict(rng.sample(sorted(turn.items()), len(turn))) for turn in turns_]
     raw = json.dumps(shuffled, ensure_ascii=ascii).replace("é/", "é\\/").encode()
-    short = turns._short_way(raw, True)
+    short = turns.short_conversation(raw, True)
     try:
         long = turns._long_way(turns._turns(raw, "messages"), True)
     except Drop:
@@ -175,6 +177,64 @@ def test_the_short_way_gives_what_the_long_way_gives(turns_: list[dict[str, Any]
         assert short in (None, long)
     plain = all(turn.get("content") and turn.keys() <= {"role", "content", "tool_call_id"} for turn in turns_)
     assert short is not None or not plain or any(turn.get("tool_call_id") == "" for turn in turns_)
+
+
+NAMED = st.fixed_dictionaries(
+    {"from": st.sampled_from(["human", "gpt", "me"]), "value": st.sampled_from(["", "é/", "x"])}
+)
+BESIDE = {
+    "id": ["x", 5, None], "score": [1.5, None], "tools": [None, [], [{"a": 1.0}], '[{"a": 1}]', "no", ""],
+    "system": [None, "", "Be kind"], "source": ["s", 1], "tags": ["u", [1]], "images": [[], ["i"]],
+    "language": ["fr", None], "turns": [[]], "conversation": [None, []], "extra": ["{}"], "retokenized": [True],
+    "text": ["t"], "input_ids": [[1]], "loss_mask": [[1]],
+}  # fmt: skip
+
+
+@given(
+    st.sampled_from(["messages", "conversations"]),
+    st.lists(TURN, max_size=3) | st.lists(NAMED, max_size=3) | st.none(),
+    st.lists(st.sampled_from([(key, value) for key, values in BESIDE.items() for value in values]), max_size=3),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=400, deadline=None)
+def test_the_short_way_of_a_row_gives_what_the_long_way_gives(
+    key: str, turns_: Any, beside: list[tuple[str, Any]], ascii: bool, rng: Any
+) -> None:
+    fields = {key: turns_, **dict(beside)}
+
+    def row_of(fields: dict[str, Any]) -> bytes:
+        names = rng.sample(sorted(fields), len(fields))
+        return json.dumps({name: fields[name] for name in names}, ensure_ascii=ascii).replace("é/", "é\\/").encode()
+
+    rows = [row_of(fields)]
+    if isinstance(found := outcome(rows[0]), Canonical):
+        rows += [found.line, row_of({**fields, "id": found.id.hex()})]
+    require_one_outcome(rows)
+
+
+def outcome(row: bytes) -> Canonical | tuple[str, str]:
+    try:
+        return canonical(RawRow(Path("a"), 1, row), "src", ("t",), with_texts=True)
+    except Drop as drop:
+        return drop.reason, drop.detail
+
+
+def require_one_outcome(rows: list[bytes]) -> None:
+    found = [outcome(row) for row in rows]
+    with mock.patch.object(forms, "_plain", lambda names: None):
+        assert [outcome(row) for row in rows] == found
+
+
+def test_each_field_beside_messages_means_the_same_on_both_ways() -> None:
+    require_one_outcome([json.dumps(chat("Why?", **{k: v})).encode() for k, values in BESIDE.items() for v in values])
+
+
+@pytest.mark.parametrize("beside", [{}, {"id": "x", "score": None}, {"tools": [{"a": 1}]}])
+def test_rows_as_nearly_all_are_go_the_short_way(beside: dict[str, Any]) -> None:
+    with mock.patch.object(forms, "_long_way", side_effect=AssertionError):
+        line(chat("Why?", **beside))
+        line({"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}], **beside})
 
 
 def test_arguments_and_tools_that_are_text_already_stay_as_they_are() -> None:
@@ -1013,11 +1073,12 @@ def test_a_number_that_stops_prepare_is_dropped_and_one_in_a_text_is_not(tmp_pat
 
     long = "7" * 4301
     rows = [with_number("a", long), with_number("b", "-" + long), with_number("c", long[1:]),
-            with_number("d", f'"{long}"'), with_number("e", long + ".0"), chat("f", n=0), chat(long)]  # fmt: skip
+            with_number("d", f'"{long}"'), with_number("e", long + ".0"), chat("f", n=0), chat(long),
+            json.dumps(chat("g", n=1), separators=(",", ":\t")).encode().replace(b"1", long.encode())]  # fmt: skip
     receipt = run(tmp_path / "out.jsonl", write(tmp_path / "a.jsonl", rows))
     assert receipt.dropped == {"wrong_type": 2}
     assert receipt.examples["wrong_type"][0].detail == "a number of 4,301 digits"
-    assert len(rows_of(tmp_path / "out.jsonl")) == 5
+    assert len(rows_of(tmp_path / "out.jsonl")) == 6
     assert not [
         row
         for row in source_rows(lines_of(open_rows([tmp_path / "out.jsonl"], field="f")))

@@ -36,7 +36,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from typing import Annotated
@@ -62,7 +61,7 @@ from eyas.data.spelling import (
     one_spelling,
     string,
 )
-from eyas.data.turns import NOTHING, PROMPT_KEYS, Conversation, conversation_of, one_turn
+from eyas.data.turns import NOTHING, PROMPT_KEYS, Conversation, conversation_of, one_turn, short_conversation
 
 CANONICAL_VERSION = 3
 """Part of what an output is known by: raise it when the same input would give other lines."""
@@ -74,6 +73,8 @@ TURNS_TAG = b"eyas.turns.1\0"
 
 IDS_KEYS = ("input_ids", "token_ids")
 MESSAGES_KEYS = ("messages", "conversations", "conversation")
+_MEANING = {*IDS_KEYS, "turns", "system", "source", "tags", *LANGUAGE_KEYS, "retokenized", *MEDIA_KEYS}
+"""Fields beside messages that are not only kept, tools aside."""
 KNOWN = "messages, conversations, prompt, instruction, question, text, input_ids with loss_mask, turns with token_ids"
 MAX_INTEGER_DIGITS = 4300
 """Python reads no longer ones: such a line would stop whoever reads the output."""
@@ -97,8 +98,7 @@ class Form(IntEnum):
     TOKENS = 2
 
 
-@dataclass(slots=True)
-class Canonical:
+class Canonical(msgspec.Struct, gc=False):
     """One row in the canonical form."""
 
     id: bytes
@@ -123,12 +123,50 @@ def canonical(row: RawRow, source: str, tags: tuple[str, ...] = (), *, with_text
     """
     try:
         fields, mended = _parse(row)
-        return _canonical(fields, source, tags, with_texts, mended or row.mended)
+        short = _short_way(fields, source, tags, with_texts, mended or row.mended)
+        return short or _long_way(fields, source, tags, with_texts, mended or row.mended)
     except RecursionError:
         raise Drop(Reason.WRONG_TYPE, "nested too deeply") from None
 
 
-def _canonical(fields: Fields, source: str, tags: tuple[str, ...], with_texts: bool, mended: bool) -> Canonical:
+@lru_cache(maxsize=256)
+def _plain(names: tuple[str, ...]) -> tuple[str, list[tuple[str, bytes]]] | None:
+    """Where the messages are in rows of these fields, and all fields that are kept aside, as names and as JSON with a
+    colon; None where others than messages and tools mean something.
+    """
+    key = next((key for key in MESSAGES_KEYS if key in names), None)
+    if key is None or not _MEANING.isdisjoint(names):
+        return None
+    return key, [(name, key_of(name) + b":") for name in names if name not in (key, "tools")]
+
+
+def _short_way(fields: Fields, source: str, tags: tuple[str, ...], with_texts: bool, mended: bool) -> Canonical | None:
+    """What the long way gives, for rows as nearly all are; None where the long way is needed."""
+    if (plain := _plain(tuple(fields))) is None:
+        return None
+    key, aside = plain
+    if (conversation := short_conversation(fields[key], with_texts)) is None:
+        return None
+    tools = fields.get("tools", b"null")
+    tools, tools_digested = _tools(tools) if tools != b"null" else (b"", b"")
+    digest = xxhash.xxh3_128_digest(b"".join((CONVERSATION_TAG, conversation.digested, b"\0", tools_digested)))
+    hex_id = digest.hex().encode()
+    if fields.get("id", b"")[1:-1] == hex_id:
+        return None
+    parts = [b'{"id":"', hex_id, b'","messages":', conversation.messages]
+    if tools:
+        parts += (b',"tools":', tools)
+    parts.append(_given_labels(source, tags))
+    if aside:
+        extra = b",".join([name_json + compact(fields[name]) for name, name_json in aside])
+        parts += (b',"extra":', as_text(b"{" + extra + b"}"))
+    parts.append(b"}\n")
+    line = b"".join(parts)
+    _require_readable(line)
+    return Canonical(digest, line, Form.MESSAGES, conversation.texts, conversation.answered, False, mended)
+
+
+def _long_way(fields: Fields, source: str, tags: tuple[str, ...], with_texts: bool, mended: bool) -> Canonical:
     present = {key: raw for key, raw in fields.items() if raw != b"null"} if b"null" in fields.values() else fields
     ids_key = _first_of(IDS_KEYS, present)
     messages_key = _first_of(MESSAGES_KEYS, present)
@@ -257,7 +295,7 @@ def _require_once_each(line: bytes, fields: Fields) -> None:
     # Quotes, colons and commas, with a blank behind them or none: what is left of such lines holds no further field.
     left = len(line) - sum(map(len, fields)) - sum(map(len, fields.values()))
     if left != 4 * len(fields) + 1 and (left != 6 * len(fields) or b'": ' not in line[:64]):
-        pairs: list[tuple[str, object]] = json.loads(line, object_pairs_hook=list)
+        pairs: list[tuple[str, object]] = json.loads(line, object_pairs_hook=list, parse_int=str)
         once_each(pairs)
 
 
@@ -337,6 +375,11 @@ def _require_readable(line: bytes) -> None:
 @lru_cache(maxsize=1024)
 def _tags(tags: tuple[str, ...]) -> bytes:
     return b',"tags":' + encode(tuple(dict.fromkeys(tags)))
+
+
+@lru_cache(maxsize=1024)
+def _given_labels(source: str, tags: tuple[str, ...]) -> bytes:
+    return b',"source":' + key_of(source) + _tags(tags)
 
 
 def _labels(present: Fields, source: str, tags: tuple[str, ...], used: set[str]) -> list[bytes]:

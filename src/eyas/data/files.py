@@ -19,7 +19,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, cast
@@ -55,8 +54,7 @@ _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},"]', re.DOTALL)
 _BLANK = b" \t\r\n"
 
 
-@dataclass(slots=True)
-class RawRow:
+class RawRow(msgspec.Struct, gc=False):
     """One row as JSON bytes, exactly as the file has them; from Parquet, as compact JSON."""
 
     path: Path

@@ -111,10 +111,13 @@ class Mixture:
         below = int(source.weight * 2**64)
         rows: list[RawRow] = []
         found: list[Canonical] = []
+        path = None
         for row in batch:
             tally.num_bytes += len(row.data)
+            if row.path is not path:
+                path = row.path
+                name = file_of[path][1]
             try:
-                name = file_of[row.path][1]
                 result = canonical(row, name, source.tags, with_texts=self._benchmarks is not None)
             except Drop as drop:
                 self._drop(number, str(row.where), drop.reason, drop.detail)

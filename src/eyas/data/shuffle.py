@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import msgspec
 import xxhash
 
 BUCKET_BITS = 6
@@ -23,8 +23,7 @@ _HEADER = struct.Struct("<16s16sHIQBI")
 _PLACE_BITS = 64
 
 
-@dataclass(slots=True)
-class Entry:
+class Entry(msgspec.Struct, gc=False):
     """A line on its way."""
 
     place: bytes
@@ -76,8 +75,7 @@ class _Buckets:
         file = self._files[number]
         if file is None:
             file = self._files[number] = self._paths[number].open("wb", buffering=BUFFER_BYTES)
-        file.write(header)
-        file.write(line)
+        file.write(header + line)
 
     def close(self) -> list[Path]:
         """The files that there are, in order."""
@@ -91,14 +89,13 @@ def _sorted(buckets: _Buckets, admit: Admit) -> Iterator[Entry]:
     for path in buckets.close():
         if path.stat().st_size > MAX_BUCKET_BYTES and buckets.shift >= SPLIT_BITS:
             parts = _Buckets(path, buckets.shift - SPLIT_BITS, SPLIT_BITS)
-            for header, line in _records(path):
-                parts.add(header[:16], header, line)
+            for header, fields, line in _records(path):
+                parts.add(fields[0], header, line)
             path.unlink()
             yield from _sorted(parts, admit)
             continue
         kept: dict[bytes, Entry] = {}
-        for header, line in _records(path):
-            place, id, source, file, number, flags, _ = _HEADER.unpack(header)
+        for _, (place, id, source, file, number, flags), line in _records(path):
             entry = Entry(place, id, source, file, number, flags, line)
             if admit(entry, kept.get(entry.place)):
                 kept[entry.place] = entry
@@ -107,7 +104,9 @@ def _sorted(buckets: _Buckets, admit: Admit) -> Iterator[Entry]:
             yield kept[place]
 
 
-def _records(path: Path) -> Iterator[tuple[bytes, bytes]]:
+def _records(path: Path) -> Iterator[tuple[bytes, list[Any], bytes]]:
+    """The header of each line, the fields of an `Entry` in it, and the line."""
     with path.open("rb", buffering=1 << 20) as file:
         while header := file.read(_HEADER.size):
-            yield header, file.read(_HEADER.unpack(header)[6])
+            *fields, num_bytes = _HEADER.unpack(header)
+            yield header, fields, file.read(num_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -65,8 +64,7 @@ _pairs = msgspec.json.Decoder(list[tuple[str, str]])
 _ROLES: dict[bytes, tuple[str, bytes]] = {encode(name): (role, encode(role)) for name, role in ROLES.items()}
 
 
-@dataclass(slots=True)
-class Conversation:
+class Conversation(msgspec.Struct, gc=False):
     messages: bytes
     """JSON."""
     digested: bytes
@@ -79,7 +77,7 @@ class Conversation:
 def conversation_of(present: Fields, key: str, used: set[str], with_texts: bool) -> Conversation:
     """The conversation under `key`, with the text of `system` before it; what was read goes to `used`. Raises Drop."""
     raw = present[key]
-    if "system" not in present and (short := _short_way(raw, with_texts)) is not None:
+    if "system" not in present and (short := short_conversation(raw, with_texts)) is not None:
         used.add(key)
         return short
     turns = _turns(raw, key)
@@ -91,13 +89,12 @@ def conversation_of(present: Fields, key: str, used: set[str], with_texts: bool)
     return result
 
 
-def _short_way(raw: bytes, with_texts: bool) -> Conversation | None:
+def short_conversation(raw: bytes, with_texts: bool) -> Conversation | None:
     """What the long way gives, for turns as nearly all are; None where the long way is needed."""
     try:
-        if raw.find(b'"from"', 0, 64) < 0:
-            turns = _turns_of.decode(raw)
-        else:
-            turns = [_Turn(turn.role, turn.content) for turn in _named_turns_of.decode(raw)]
+        if raw.find(b'"from"', 0, 64) >= 0:
+            return _of_named(_named_turns_of.decode(raw), with_texts)
+        turns = _turns_of.decode(raw)
     except msgspec.ValidationError:
         return None
     answered = False
@@ -149,6 +146,15 @@ def _short_way(raw: bytes, with_texts: bool) -> Conversation | None:
         return None
     messages = encode(turns)
     return Conversation(messages, messages if said is turns else encode(said), texts, answered)
+
+
+def _of_named(named: list[_NamedTurn], with_texts: bool) -> Conversation | None:
+    turns = [_Turn(role, turn.content) for turn in named if (role := ROLES.get(turn.role))]
+    if not turns or len(turns) != len(named):
+        return None
+    messages = encode(turns)
+    answered = any(turn.content != "" for turn in turns if turn.role == "assistant")
+    return Conversation(messages, messages, [turn.content for turn in named] if with_texts else [], answered)
 
 
 def _called_with(calls: bytes) -> list[str]:
