@@ -224,7 +224,9 @@ class StandIn:
                 meta: dict[str, Any] = {"eyas": [said]}
                 if asked.logprobs:
                     first: list[float | None] = [None]
-                    entries = zip(first + logprobs, asked.ids, itertools.repeat(None), strict=False)
+                    # As the real one, which tells the vocabulary's last id as 0.
+                    told_ids = [i if i < self.model.config.vocab_size - 1 else 0 for i in asked.ids]
+                    entries = zip(first + logprobs, told_ids, itertools.repeat(None), strict=False)
                     meta["input_token_logprobs"] = [list(entry) for entry in entries]
                 out.put(meta)
 

@@ -33,6 +33,7 @@ from eyas.engine import asking, client, reference, session, staged
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest
 from eyas.engine.hf import HfEngine
 from eyas.engine.sglang.client import SglangEngine
+from eyas.engine.sglang.server import Sglang
 from eyas.engine.staged import RequestName
 from eyas.engine.stager import Stager
 from eyas.errors import (
@@ -472,6 +473,7 @@ from eyas.capture.run import capture
 from eyas.config import CaptureConfig, EngineConfig, TargetConfig
 from eyas.data.table import SampleTable
 from eyas.engine.sglang.client import SglangEngine
+from eyas.engine.sglang.server import Sglang
 from eyas.log import Progress
 target, url, table, cfg = sys.argv[1:]
 engine = SglangEngine(
@@ -972,6 +974,17 @@ def test_log_probabilities_that_are_missing_are_no_pass(world: World, out: Path,
     with pytest.raises(EngineUnavailable, match="the last hidden state cannot be checked"):
         world.capture(table, cfg(out, max_attempts=1))
     assert Layout(out).record_ids() == set()
+
+
+def test_the_vocabularys_last_id_is_told_as_0_and_no_other_is() -> None:
+    def body(*ids: int) -> dict[str, Any]:
+        return {"input_token_logprobs": [[None if not i else -1.0, token, None] for i, token in enumerate(ids)]}
+
+    assert Sglang().logprobs(body(5, 0, 7), [5, 300, 7]) == [-1.0, -1.0]
+    assert Sglang().logprobs(body(5, 300, 0), [5, 300, 0]) == [-1.0, -1.0]
+    for told in ([5, 0, 0], [0, 0, 7], [5, 0, 300], [0, 300, 7]):
+        with pytest.raises(ValueError, match="of 3 tokens, and not of the 3 sent"):
+            Sglang().logprobs(body(*told), [5, 300, 7])
 
 
 def test_a_sample_that_was_not_alone_is_not_taken_for_one_that_was(

@@ -49,7 +49,9 @@ class Sglang:
     def logprobs(self, body: Mapping[str, Any], token_ids: list[int]) -> list[float]:
         try:
             told = [(entry[0], int(entry[1])) for entry in body["input_token_logprobs"]]
-            if [token for _, token in told] == token_ids:
+            # The vocabulary's last id is told as 0 (its `logprob_result_processor.py`).
+            last = max(token_ids)
+            if [token for _, token in told] in (token_ids, [0 if token == last else token for token in token_ids]):
                 return [float(value) for value, _ in told[1:]]
         except (KeyError, TypeError, ValueError, IndexError):
             raise ValueError("that cannot be read, or none") from None
