@@ -274,7 +274,7 @@ class Server:
         shutil.rmtree(self._staging, ignore_errors=True)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path)
     parser.add_argument("--shape", choices=list(SHAPES), default="8b")
@@ -299,7 +299,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--server-python", default=sys.executable)
     parser.add_argument("--server-path", nargs="*", default=[], help="the servers' PYTHONPATH")
     parser.add_argument("--server-flags", default="")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
