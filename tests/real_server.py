@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import transformers
 
 from eyas.store.reader import DataSet
 from eyas.target.head import TargetHead
@@ -93,6 +94,38 @@ def wait_ready(work: Path, process: subprocess.Popen[str], said: list[str], rest
 def capture(work: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [EYAS, "capture", "run.toml", *overrides, "--json"]
     return subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=900, check=False)
+
+
+def assert_answers_keep_their_ids(work: Path, url: str) -> None:
+    """`eyas generate` from a server, two turns each, gives its token ids, and `prepare` takes them as they are."""
+    questions = ["Name a bird of prey.", "What is 2 + 3?", "Say hello in French."]
+    rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant"}, {"role": "user", "content": "Why?"}]}
+            for q in questions]  # fmt: skip
+    (work / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [
+        "generate.prompts=prompts.jsonl", "generate.out=answers.jsonl", f"generate.endpoints=['{url}/v1']",
+        "generate.max_new_tokens=24", "generate.keep_cut=true", "data.sources=['answers.jsonl']",
+        "data.samples=answers.parquet", "data.workers=1",
+    ]  # fmt: skip
+
+    def eyas(stage: str) -> dict[str, Any]:
+        command = [EYAS, stage, "run.toml", *settings, "--json"]
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        receipt: dict[str, Any] = json.loads(done.stdout)
+        return receipt
+
+    receipt = eyas("generate")
+    assert receipt["planned"] == receipt["answered"] == 3 and receipt["retokenized"] == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TARGET)
+    for line in (work / "answers.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        written = [
+            i for i, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own and i != tokenizer.eos_token_id
+        ]
+        said = "".join(m["content"] for m in row["messages"] if m["role"] == "assistant")
+        assert tokenizer.decode(written) == said
+    assert eyas("prepare")["mask_methods"] == {"given": 3}
 
 
 def left_in_staging(work: Path) -> list[str]:

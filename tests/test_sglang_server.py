@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import transformers
 
 from eyas.capture.requests import Batch
 from eyas.config import EngineConfig, TargetConfig
@@ -32,12 +31,12 @@ from eyas.store.verify import verify
 from eyas.values import as_float32
 from fake_data import make_table_of
 from real_server import (
-    EYAS,
     SGLANG_ENVIRONMENT,
     SGLANG_PYTHON,
     TARGET,
     TOLERANCE,
     Fields,
+    assert_answers_keep_their_ids,
     assert_same_states,
     await_record,
     capture,
@@ -191,37 +190,7 @@ def test_a_second_run_asks_nothing(work: Path, captured: dict[str, Any]) -> None
 
 
 def test_answers_keep_the_token_ids_that_the_server_wrote(work: Path, captured: dict[str, Any]) -> None:
-    """`eyas generate` from the same server, two turns each, and `prepare` takes the ids as they are."""
-    questions = ["Name a bird of prey.", "What is 2 + 3?", "Say hello in French."]
-    rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant"}, {"role": "user", "content": "Why?"}]}
-            for q in questions]  # fmt: skip
-    (work / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = [
-        "generate.prompts=prompts.jsonl", "generate.out=answers.jsonl", f"generate.endpoints=['{URL}/v1']",
-        "generate.max_new_tokens=24", "generate.keep_cut=true", "data.sources=['answers.jsonl']",
-        "data.samples=answers.parquet", "data.workers=1",
-    ]  # fmt: skip
-    done = subprocess.run(
-        [EYAS, "generate", "run.toml", *settings, "--json"], cwd=work, capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    receipt = json.loads(done.stdout)
-    assert receipt["planned"] == receipt["answered"] == 3 and receipt["retokenized"] == 0
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TARGET)
-    answers = [json.loads(line) for line in (work / "answers.jsonl").read_text().splitlines()]
-    for row in answers:
-        written = [
-            i for i, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own and i != tokenizer.eos_token_id
-        ]
-        said = "".join(m["content"] for m in row["messages"] if m["role"] == "assistant")
-        assert tokenizer.decode(written) == said
-    prepared = subprocess.run(
-        [EYAS, "prepare", "run.toml", *settings, "--json"], cwd=work, capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
-    assert prepared.returncode == 0, prepared.stderr
-    assert json.loads(prepared.stdout)["mask_methods"] == {"given": 3}
+    assert_answers_keep_their_ids(work, URL)
 
 
 def test_two_clients_share_the_quota(work: Path, captured: dict[str, Any]) -> None:

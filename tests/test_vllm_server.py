@@ -40,6 +40,7 @@ from real_server import (
     TOLERANCE,
     VLLM_ENVIRONMENT,
     VLLM_PYTHON,
+    assert_answers_keep_their_ids,
     assert_same_states,
     await_record,
     capture,
@@ -201,6 +202,10 @@ def test_one_prompt_many_times_at_once_gives_the_same_states(work: Path, capture
     assert sorted(first) == [50, 90]
     engine.close()
     assert left_in_staging(work) == []
+
+
+def test_answers_keep_the_token_ids_that_the_server_wrote(work: Path, captured: dict[str, Any]) -> None:
+    assert_answers_keep_their_ids(work, URL)
 
 
 def test_a_full_staging_directory_is_waited_for(work: Path, captured: dict[str, Any]) -> None:
