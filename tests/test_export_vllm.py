@@ -28,11 +28,8 @@ from eyas.export.run import Wanted, export
 from eyas.records import Sample
 from eyas.train.drafts import find_draft
 from fake_data import make_table_of
+from real_server import TARGET, VLLM_ENVIRONMENT, VLLM_PYTHON
 
-ROOT = Path(__file__).parents[1]
-PYTHON = ROOT / ".venv-vllm/bin/python"
-TARGET = ROOT / "demo/target"
-SHIMS = ROOT / "tests/vllm_cpu/shims"
 PORT = 30650
 URL = f"http://127.0.0.1:{PORT}"
 NUM_NEW, NUM_DRAFTED = 40, 3
@@ -79,7 +76,7 @@ SERVED = [
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-vllm: make test-vllm"),
+    pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm: make test-vllm"),
     pytest.mark.skipif(not TARGET.exists(), reason="needs demo/target: make test-vllm"),
 ]
 
@@ -143,17 +140,11 @@ def served(work: Path, drafter: str, layout: str) -> Iterator[None]:
     wanted = Wanted(layout, dtype="float32", num_draft_tokens=NUM_DRAFTED, target_name=name)  # type: ignore[arg-type]
     receipt = export(find_draft(work / drafter, None), out, wanted, target=TARGET)
     more = f"--enforce-eager --max-model-len 1024 --host 127.0.0.1 --port {PORT} --served-model-name target"
-    environment = os.environ | {
-        "PYTHONPATH": str(SHIMS),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "1",
-    }
     log = work / f"{out.name}.log"
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [PYTHON.with_name("vllm"), *shlex.split(receipt.launch)[1:], *shlex.split(more)],
-            env=environment,
+            [VLLM_PYTHON.with_name("vllm"), *shlex.split(receipt.launch)[1:], *shlex.split(more)],
+            env=os.environ | VLLM_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"},
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
