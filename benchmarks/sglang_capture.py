@@ -128,18 +128,23 @@ def make_table(path: Path, ids: Ids) -> SampleTable:
 
 def plain(server: Server, ids: Ids, in_flight_tokens: int) -> float:
     """Seconds for the server to prefill all prompts, so many tokens in flight."""
+    more = {"sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}}
+    return answered_in(server.url, "/generate", "input_ids", ids, more, in_flight_tokens)
+
+
+def answered_in(url: str, path: str, key: str, ids: Ids, more: dict[str, Any], in_flight_tokens: int) -> float:
+    """Seconds until every prompt is answered: each asked as `key`, with `more` beside it, so many tokens in flight."""
 
     async def run() -> float:
-        connections = Connections(base_url=server.url, timeout=httpx.Timeout(None), verify=False, keepalive_s=2.0)
+        connections = Connections(base_url=url, timeout=httpx.Timeout(None), verify=False, keepalive_s=2.0)
         async with contextlib.aclosing(connections) as client:
             free, room = in_flight_tokens, asyncio.Condition()
 
             async def one(prompt: np.ndarray[Any, Any]) -> None:
                 nonlocal free
-                parameters = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-                body = json.dumps({"input_ids": prompt.tolist(), "sampling_params": parameters})
+                body = json.dumps({key: prompt.tolist(), **more})
                 headers = {"content-type": "application/json"}
-                response = await client.request("POST", "/generate", content=body, headers=headers)
+                response = await client.request("POST", path, content=body, headers=headers)
                 response.raise_for_status()
                 async with room:
                     free += len(prompt)

@@ -8,8 +8,6 @@ compare better.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -19,19 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
-
 from eyas.capture.run import capture
 from eyas.config import CaptureConfig, EngineConfig, TargetConfig
-from eyas.connections import Connections
 from eyas.data.table import SampleTable
 from eyas.engine.vllm.client import VllmEngine
 from eyas.log import Progress, setup
 from eyas.store.verify import verify
 from eyas.target.files import open_target
 from hf_capture import capturing_seconds
-from sglang_capture import Ids, make_prompts, make_table
+from sglang_capture import Ids, answered_in, make_prompts, make_table
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -66,33 +60,9 @@ def main() -> None:
 
 def plain(ids: Ids, options: argparse.Namespace) -> tuple[float, float]:
     """Wall and CPU seconds for the plain server to prefill all prompts, so many tokens in flight."""
-
-    async def run() -> float:
-        connections = Connections(base_url=options.plain, timeout=httpx.Timeout(None), verify=False, keepalive_s=2.0)
-        async with contextlib.aclosing(connections) as client:
-            free, room = options.in_flight_tokens, asyncio.Condition()
-
-            async def one(prompt: np.ndarray[Any, Any]) -> None:
-                nonlocal free
-                body = {"prompt": prompt.tolist(), "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-                response = await client.request("POST", "/v1/completions", json=body)
-                response.raise_for_status()
-                async with room:
-                    free += len(prompt)
-                    room.notify_all()
-
-            start = time.perf_counter()
-            async with asyncio.TaskGroup() as group:
-                for prompt in ids:
-                    async with room:
-                        while free < len(prompt):
-                            await room.wait()
-                        free -= len(prompt)
-                    group.create_task(one(prompt))
-            return time.perf_counter() - start
-
+    more = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     before = cpu_seconds(options.plain_pid)
-    seconds = asyncio.run(run())
+    seconds = answered_in(options.plain, "/v1/completions", "prompt", ids, more, options.in_flight_tokens)
     return seconds, cpu_seconds(options.plain_pid) - before
 
 
