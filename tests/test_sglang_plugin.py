@@ -406,7 +406,7 @@ def test_a_model_without_a_norm_is_refused_for_its_last_layer(staging: Path) -> 
 # --- neighbours ---
 
 
-@pytest.mark.parametrize("form", ["list", "marks"])
+@pytest.mark.parametrize("form", ["list", "marks", "bare", "plain"])
 @pytest.mark.parametrize("layers", [(2, 5), (1, 3), (2, 3), (0, 3, L)])
 def test_neighbours_for_those_who_ask_and_then_no_more(staging: Path, form: str, layers: tuple[int, ...]) -> None:
     model = Model(form)
@@ -422,12 +422,30 @@ def test_neighbours_for_those_who_ask_and_then_no_more(staging: Path, form: str,
     check_file(staging, model, later, ids[:3], layers)
     more = sorted({*layers, *(k - 1 for k in layers if k > 1)})
     check_file(staging, model, asking, ids[3:], more)
-    assert plugin._taps.read_back() == [k for k in layers if 0 < k < L]
+    has_setter = form in ("list", "marks")
+    assert plugin._taps.read_back() == ([k for k in layers if 0 < k < L] if has_setter else None)
 
 
-def test_without_a_setter_there_are_no_neighbours(staging: Path) -> None:
-    plugin = set_up(staging, Model("bare"))
-    assert plugin.hello()["hello"]["neighbours"] is False
+@pytest.mark.parametrize("layers", [(0,), (L,), (0, L)])
+def test_ends_alone_have_no_neighbours(staging: Path, layers: tuple[int, ...]) -> None:
+    assert set_up(staging, Model(), layers).hello()["hello"]["neighbours"] is False
+
+
+def test_a_setter_that_leaves_the_residual_stream_out_is_not_used(staging: Path) -> None:
+    class Gemma3TextModel(Inner):
+        def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> Any:
+            hidden, residual, aux = self.embed_tokens(input_ids), None, []
+            for i, layer in enumerate(self.layers):
+                if i in self.layers_to_capture:
+                    aux.append(hidden)
+                hidden, residual = layer(positions, hidden, forward_batch, residual=residual)
+            hidden, _ = self.norm(hidden, residual)
+            return hidden, aux
+
+    model = Model()
+    model.model = Gemma3TextModel("list")
+    plugin = capture(staging, model, (0, 2, 3, L), flags="n")
+    assert plugin.hello()["hello"]["read_back"] is None
 
 
 # --- batches ---

@@ -15,12 +15,15 @@ from eyas.engine import staged
 from eyas.engine.settings import CaptureSetupError
 from eyas.engine.staged import RequestName
 
+WITHOUT_RESIDUAL = frozenset({"Gemma3TextModel"})
+"""Models that collect their auxiliary states without the residual stream (seen in 0.5.17 and 0.5.23)."""
+
 
 class Taps:
     """Which hidden states a model hands out, by our indices: `k` = after `k` decoder layers.
 
     SGLang's own setter where it can, read back; forward hooks for the embeddings (`0`), for the last layer's output
-    (`L`), which the setter silently never captures, and for models without a setter.
+    (`L`), which the setter silently never captures, and for models without a setter or with one that errs.
     """
 
     def __init__(self, model: Any, layers: Sequence[int], num_layers: int) -> None:
@@ -28,16 +31,17 @@ class Taps:
         self._layers = tuple(layers)
         self._num_layers = num_layers
         self._tapped: dict[int, torch.Tensor] = {}
-        self._inner: Any = None
         middle = [k for k in layers if 0 < k < num_layers]
-        setter = getattr(model, "set_eagle3_layers_to_capture", None)
-        self._by_setter: set[int] = set()
-        if middle and setter is not None:
+        setter: Any = getattr(model, "set_eagle3_layers_to_capture", None)
+        errs = any(type(module).__name__ in WITHOUT_RESIDUAL for module in model.modules())
+        self._has_setter = bool(middle) and setter is not None and not errs
+        self._inner: Any = None
+        if self._has_setter:
             self._inner = set_and_read_back(model, setter, middle)
-            self._by_setter = set(middle)
-        else:
-            for k in middle:
-                self._tap_before(decoder_layers(model, num_layers)[k], k)
+        elif middle:
+            self._inner = _owner(model, num_layers)
+            for k in {*middle, *self._neighbours()} - {0}:
+                self._tap_before(self._inner.layers[k], k)
         if 0 in layers:
             self._tap_before(decoder_layers(model, num_layers)[0], 0)
         if num_layers in layers:
@@ -48,11 +52,11 @@ class Taps:
 
     def by_setter(self, layers: Sequence[int]) -> list[int]:
         """Those of `layers` that come in the list of auxiliary states, in its order."""
-        return [k for k in layers if 0 < k < self._num_layers and (k in self._by_setter or k not in self._layers)]
+        return [k for k in layers if 0 < k < self._num_layers] if self._has_setter else []
 
     def read_back(self) -> list[int] | None:
         """What the model itself says that it captures."""
-        return _captured_by(self._inner) if self._inner is not None else None
+        return _captured_by(self._inner) if self._has_setter else None
 
     def collect(self) -> dict[int, torch.Tensor]:
         """What the hooks saw in the forward that just ran; forgotten here."""
@@ -63,11 +67,12 @@ class Taps:
         """Before a forward: with a request that asks for it, capture the state before each auxiliary one too."""
         batch = next((v for v in (*args, *kwargs.values()) if hasattr(v, "rids")), None)
         asked = any(name is not None and staged.NEIGHBOURS in name.flags for name in names_of(batch))
-        layers = set(self._layers)
-        if asked:
-            layers |= {k - 1 for k in self._layers if k > 1}
-        self.active = tuple(sorted(layers))
-        _capture_in(self._inner, self.by_setter(self.active))
+        self.active = tuple(sorted({*self._layers, *self._neighbours()})) if asked else self._layers
+        if self._has_setter:
+            _capture_in(self._inner, self.by_setter(self.active))
+
+    def _neighbours(self) -> set[int]:
+        return {k - 1 for k in self._layers if k > 1}
 
     def _tap_before(self, layer: Any, k: int) -> None:
         """Keep the residual stream as it enters `layer`."""
@@ -84,6 +89,8 @@ class Taps:
             )
 
         def hook(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if k not in self.active:
+                return
             given = signature.bind_partial(*args, **kwargs).arguments
             states, residual = given["hidden_states"], given.get("residual")
             self._tapped[k] = states.clone() if residual is None else states + residual
@@ -194,6 +201,12 @@ def decoder_layers(model: Any, num_layers: int) -> Any:
         found = ", ".join(f"{name} has {len(m)}" for name, m in lists) or "none"
         raise CaptureSetupError(f"eyas: no list of {num_layers} decoder layers in {type(model).__name__}: {found}")
     return min(fitting, key=lambda found: any(word in found[0] for word in ("vis", "audio", "encoder")))[1]
+
+
+def _owner(model: Any, num_layers: int) -> Any:
+    """The module that holds the decoder layers, and runs them."""
+    layers = decoder_layers(model, num_layers)
+    return next(module for module in model.modules() if module._modules.get("layers") is layers)
 
 
 def final_norm(model: Any, num_layers: int) -> Any:
