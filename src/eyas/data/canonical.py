@@ -63,7 +63,7 @@ from eyas.data.spelling import (
 )
 from eyas.data.turns import NOTHING, PROMPT_KEYS, Conversation, conversation_of, one_turn, short_conversation
 
-CANONICAL_VERSION = 3
+CANONICAL_VERSION = 4
 """Part of what an output is known by: raise it when the same input would give other lines."""
 
 CONVERSATION_TAG = b"eyas.conversation.1\0"
@@ -292,11 +292,15 @@ def _parse(row: RawRow) -> tuple[Fields, bool]:
 
 def _require_once_each(line: bytes, fields: Fields) -> None:
     """Drop for a row that has a field twice, of which the parser gives the last only."""
-    # Quotes, colons and commas, with a blank behind them or none: what is left of such lines holds no further field.
+    # Braces, quotes, colons and commas without a blank: what is left of such a line holds no further field.
     left = len(line) - sum(map(len, fields)) - sum(map(len, fields.values()))
-    if left != 4 * len(fields) + 1 and (left != 6 * len(fields) or b'": ' not in line[:64]):
-        pairs: list[tuple[str, object]] = json.loads(line, object_pairs_hook=list, parse_int=str)
-        once_each(pairs)
+    if left == 4 * len(fields) + 1:
+        return
+    # With a blank behind each colon and comma: the length alone could be that of some blanks and a further field.
+    if left == 6 * len(fields) and line == b"{" + b", ".join([key_of(k) + b": " + v for k, v in fields.items()]) + b"}":
+        return
+    pairs: list[tuple[str, object]] = json.loads(line, object_pairs_hook=list, parse_int=str)
+    once_each(pairs)
 
 
 @lru_cache(maxsize=64)

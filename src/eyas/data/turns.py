@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from typing import Any
 
 import msgspec
 
-from eyas.data.sources import MEDIA_KEYS, ROLES, Drop, Reason
+from eyas.data.sources import MEDIA_KEYS, ROLES, Drop, Reason, once_each
 from eyas.data.spelling import (
     Fields,
     a_list,
@@ -55,6 +57,8 @@ class _NamedTurn(msgspec.Struct, forbid_unknown_fields=True, gc=False, rename={"
 
 _UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 _UNSET = msgspec.UNSET
+_ESCAPED_LETTER = re.compile(rb"\\u00[567]")
+"""A key may be spelled with such ones."""
 _NO_THOUGHTS = (_UNSET,) * 3
 _TEXT_KEYS = {"name", "reasoning", "reasoning_content", "thinking", "tool_call_id"}
 _FIRST_KEYS = _TEXT_KEYS | {"tool_calls"}
@@ -93,10 +97,14 @@ def short_conversation(raw: bytes, with_texts: bool) -> Conversation | None:
     """What the long way gives, for turns as nearly all are; None where the long way is needed."""
     try:
         if raw.find(b'"from"', 0, 64) >= 0:
-            return _of_named(_named_turns_of.decode(raw), with_texts)
+            named = _named_turns_of.decode(raw)
+            return _of_named(named, with_texts) if _spelled_once(raw, len(named), b'"from"', b'"value"') else None
         turns = _turns_of.decode(raw)
     except msgspec.ValidationError:
         return None
+    if not _spelled_once(raw, len(turns), b'"role"', b'"content"'):
+        return None
+    plain = True
     answered = False
     texts: list[str] = []
     said = turns
@@ -114,6 +122,7 @@ def short_conversation(raw: bytes, with_texts: bool) -> Conversation | None:
             if with_texts:
                 texts.append(turn.content)
             continue
+        plain = False
         known = turn
         calls = turn.tool_calls
         thoughts = (turn.reasoning, turn.reasoning_content, turn.thinking)
@@ -144,8 +153,23 @@ def short_conversation(raw: bytes, with_texts: bool) -> Conversation | None:
                 texts += _called_with(bytes(turn.tool_calls))
     if not turns:
         return None
+    if not plain:
+        _require_once_each(raw)
     messages = encode(turns)
     return Conversation(messages, messages if said is turns else encode(said), texts, answered)
+
+
+def _spelled_once(raw: bytes, num_turns: int, role_key: bytes, content_key: bytes) -> bool:
+    """Whether each turn has both keys, letter by letter, and none has one again: the parser tells the last only.
+
+    In a text these quotes are escaped, so nothing else is counted but a text that is just this word.
+    """
+    return raw.count(role_key) == num_turns == raw.count(content_key) and _ESCAPED_LETTER.search(raw) is None
+
+
+def _require_once_each(raw: bytes) -> None:
+    """Drop for messages in which an object has a key twice."""
+    json.loads(raw, object_pairs_hook=once_each, parse_int=str)
 
 
 def _of_named(named: list[_NamedTurn], with_texts: bool) -> Conversation | None:
@@ -217,7 +241,7 @@ def _long_way(turns: list[Fields], with_texts: bool) -> Conversation:
 
 def _turns(raw: bytes, key: str) -> list[Fields]:
     try:
-        return [fields_of(turn) for turn in objects.decode(raw)]
+        turns = [fields_of(turn) for turn in objects.decode(raw)]
     except msgspec.ValidationError:
         if raw[:1] != b"[":
             raise Drop(Reason.WRONG_TYPE, f"'{key}' is {kind_of(raw)}") from None
@@ -225,6 +249,8 @@ def _turns(raw: bytes, key: str) -> list[Fields]:
             if bytes(item)[:1] != b"{":
                 raise Drop(Reason.WRONG_TYPE, f"message {number} is {kind_of(bytes(item))}") from None
         raise
+    _require_once_each(raw)
+    return turns
 
 
 def one_turn(present: Fields, key: str, used: set[str], with_texts: bool) -> Conversation:
