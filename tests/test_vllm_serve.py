@@ -127,6 +127,10 @@ def test_several_gpus_reduce_in_the_plain_way(plan: Plan) -> None:
         ("decode-context-parallel-size=2", "splits a prompt over ranks"),
         ("tensor-parallel-size=2", "set serve.tensor_parallel instead"),
         ("speculative-config='{}'", "set capture.aux_layers instead"),
+        ("sc='{}'", "set capture.aux_layers instead"),
+        ("spec-method=ngram", "set capture.aux_layers instead"),
+        ("spec_model=x", "set capture.aux_layers instead"),
+        ("spec-tokens=3", "set capture.aux_layers instead"),
         ("kv-transfer-config='{}'", "leave it out"),
         ("port=1", "engine.url names host and port"),
         ("model=x", "target.path names the model"),
@@ -138,6 +142,12 @@ def test_what_contradicts_capture_is_refused(plan: Plan, option: str, why: str) 
         plan(f"engine.extra.{option}")
     (line,) = str(caught.value).splitlines()
     assert line.startswith("engine.extra.") and why in line
+
+
+@pytest.mark.parametrize("name", ["speculative-config.method", "--kv_transfer_config.kv_role", "sc.method"])
+def test_one_entry_of_a_refused_flag_is_refused(name: str) -> None:
+    (line,) = vllm.contradictions({name: "x"})
+    assert line.startswith("engine.extra.")
 
 
 def test_what_only_looks_like_it_is_not_refused(plan: Plan) -> None:

@@ -25,8 +25,10 @@ _ALIASES: Mapping[str, str] = {
     "dcp": "decode-context-parallel-size",
     "pcp": "prefill-context-parallel-size",
     "pp": "pipeline-parallel-size",
+    "sc": "speculative-config",
     "tp": "tensor-parallel-size",
 }
+_EXTRACTS = "speculation is what extracts hidden states: set capture.aux_layers instead"
 _SET_ELSEWHERE: Mapping[str, str] = {
     "host": "engine.url names host and port",
     "port": "engine.url names host and port",
@@ -35,7 +37,10 @@ _SET_ELSEWHERE: Mapping[str, str] = {
     "model-tag": "target.path names the model",
     "tensor-parallel-size": "set serve.tensor_parallel instead",
     "config": "a file of flags cannot be checked here: write its flags into engine.extra",
-    "speculative-config": "it is what extracts hidden states: set capture.aux_layers instead",
+    "speculative-config": _EXTRACTS,
+    "spec-method": _EXTRACTS,
+    "spec-model": _EXTRACTS,
+    "spec-tokens": _EXTRACTS,
     "kv-transfer-config": "it is what stages hidden states: leave it out",
 }
 _MORE_THAN_ONE: Mapping[str, str] = {
@@ -106,7 +111,7 @@ def extracted_layers(start: Start) -> list[int]:
 
 def extra_flags(extra: Mapping[str, Any]) -> Flags:
     """The flags of `engine.extra`, by the names that vLLM's own command line prefers; a false one is its `no-`."""
-    named = {_ALIASES.get(name, name): value for name, value in spelled(extra).items()}
+    named = {_whole_name(name): value for name, value in spelled(extra).items()}
     return {_opposite(name) if value is False else name: value is False or value for name, value in named.items()}
 
 
@@ -114,7 +119,8 @@ def contradictions(extra: Mapping[str, Any]) -> list[str]:
     """One line for each entry of `engine.extra` with which a server could not be captured from."""
     problems = VLLM.secrets_in(extra)
     for name, value in extra_flags(extra).items():
-        why = _SET_ELSEWHERE.get(name)
+        # vLLM puts `--speculative-config.method x` in the place of what `--speculative-config` said.
+        why = _SET_ELSEWHERE.get(name.partition(".")[0])
         if name in _MORE_THAN_ONE and value not in (1, "1"):
             why = _MORE_THAN_ONE[name]
         if why is not None:
@@ -155,6 +161,11 @@ def _problem_of_version(version: str | None, extra: Flags) -> str | None:
         if extra.get(name):
             return f"engine.extra.{name}: before vLLM {WHOLE_SINCE} it has lost rows, this is {version}: leave it out"
     return None
+
+
+def _whole_name(name: str) -> str:
+    flag, dot, entry = name.partition(".")
+    return _ALIASES.get(flag, flag) + dot + entry
 
 
 def _opposite(name: str) -> str:
