@@ -164,7 +164,9 @@ def _spelled_once(raw: bytes, num_turns: int, role_key: bytes, content_key: byte
 
     In a text these quotes are escaped, so nothing else is counted but a text that is just this word.
     """
-    return raw.count(role_key) == num_turns == raw.count(content_key) and _ESCAPED_LETTER.search(raw) is None
+    if raw.count(role_key) != num_turns or raw.count(content_key) != num_turns:
+        return False
+    return b"\\u00" not in raw or _ESCAPED_LETTER.search(raw) is None
 
 
 def _require_once_each(raw: bytes) -> None:
