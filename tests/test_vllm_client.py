@@ -16,6 +16,7 @@ import pytest
 from eyas.config import EngineConfig, TargetConfig
 from eyas.data.table import SampleTable
 from eyas.engine import asking
+from eyas.engine.dialect import ask_hello
 from eyas.engine.hf import HfEngine
 from eyas.engine.vllm.client import VllmEngine
 from eyas.engine.vllm.server import VLLM
@@ -245,3 +246,19 @@ def test_log_probabilities_are_found_by_token() -> None:
     told = [None, {"7": {"logprob": -3.0}, "5": {"logprob": -1.5, "rank": 2}}, {"6": {"logprob": -0.25}}]
     assert VLLM.logprobs({"prompt_logprobs": told}, [4, 5, 6]) == [-1.5, -0.25]
     assert VLLM.logprobs({"prompt_logprobs": [None]}, [4]) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://a..b:1", "is not an address"),
+        ("http://" + "a" * 80 + ":1", "is not an address"),
+        ("http://", "names no host"),
+        ("http://127.0.0.1:99999", "port 99999 is none"),
+        ("http://user:s3cret@127.0.0.1:1", "holds a user name or a password"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_without_a_traceback(url: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        ask_hello(VLLM, url)
+    assert "s3cret" not in str(caught.value)

@@ -93,9 +93,8 @@ def ask_hello(dialect: Dialect, url: str) -> dict[str, Any]:
     # Several processes may ask at the same moment: the names of requests are never used twice.
     name = RequestName("0" * 16, secrets.randbelow(10**18), 1, staged.HELLO)
     path, body = dialect.request(name, [1], logprobs=False)
+    _require_address(url)
     try:
-        if httpx.URL(url).port == 0:
-            raise httpx.InvalidURL("port 0 is none")
         with httpx.Client(base_url=url, timeout=30.0, verify=needs_certificates(url), trust_env=False) as client:
             response = client.post(path, json=body)
             limits = dialect.limits(client)
@@ -108,6 +107,25 @@ def ask_hello(dialect: Dialect, url: str) -> dict[str, Any]:
             engine=dialect.engine,
         ) from None
     return _hello_of(dialect, url, response, path, name) | limits
+
+
+def _require_address(url: str) -> None:
+    """Raises ConfigError, which does not show a password."""
+    try:
+        parsed = httpx.URL(url)
+        if parsed.userinfo:
+            raise ConfigError(
+                "engine.url holds a user name or a password, which would stand in logs and saved run files: leave it "
+                "out, and let the server listen where nobody else can reach it"
+            )
+        host = parsed.host
+        if "://" in url and not host:
+            raise httpx.InvalidURL("it names no host")
+        if parsed.port is not None and not 0 < parsed.port < 1 << 16:
+            raise httpx.InvalidURL(f"port {parsed.port} is none")
+        host.encode("idna")  # as it is when the name is looked up
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise ConfigError(f"engine.url {url} is not an address: {error}") from None
 
 
 def _hello_of(dialect: Dialect, url: str, response: httpx.Response, path: str, name: RequestName) -> dict[str, Any]:
