@@ -143,6 +143,7 @@ STATES_BYTES = T * N * H * 4
         ({"hidden_states": {"dtype": "F32", "shape": [T, N, 0], "data_offsets": [0, 0]}}, "not fit"),
         ({"hidden_states": {"dtype": "F32", "shape": [T, N, H + 1], "data_offsets": [0, STATES_BYTES]}}, "not fit"),
         ({"token_ids": {"dtype": "I64", "shape": [T], "data_offsets": [8, 8 + 8 * T]}}, "not fit"),
+        ({"hidden_states": {"dtype": "F32", "shape": [T, N, 1e400], "data_offsets": [0, 1]}}, "cannot be read"),
         ({"token_ids": []}, "cannot be read"),
     ],
 )

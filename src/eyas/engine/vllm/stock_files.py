@@ -71,7 +71,7 @@ def shape_of(file: BinaryIO, path: Path) -> Shape:
         states, ids = tensors[STATES], tensors[IDS]
         num_tokens, num_layers, width = (int(n) for n in states["shape"])
         dtype = _DTYPES[states["dtype"]]
-        (begin, end), (ids_begin, ids_end) = states["data_offsets"], ids["data_offsets"]
+        (begin, end), (ids_begin, ids_end) = (map(int, tensor["data_offsets"]) for tensor in (states, ids))
         fits = (
             min(num_layers, width) > 0
             and ids["dtype"] == "I64"
@@ -80,7 +80,7 @@ def shape_of(file: BinaryIO, path: Path) -> Shape:
             and {begin, ids_begin} == {0, min(end, ids_end)}
         )
         ends_at, num_ids = 8 + size + max(end, ids_end), int(ids["shape"][0])
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise StagedError(f"{path}: its header cannot be read, or is none of vLLM's own connector") from None
     if not fits:
         raise StagedError(f"{path}: its header does not fit its tensors")
