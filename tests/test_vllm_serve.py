@@ -181,6 +181,19 @@ def test_the_longest_sample_must_fit_with_the_token_that_is_generated(plan: Plan
     assert not (tmp_path / "states/server/plugin/eyas/engine/sglang").exists()
 
 
+@pytest.mark.parametrize(
+    ("told", "limit"), [("'2048'", 2047), ("'2k'", 1999), ("'2K'", 2047), ("'auto'", None), ("'2.5k'", None)]
+)
+def test_a_context_length_given_as_text_is_a_number(plan: Plan, told: str, limit: int | None) -> None:
+    found = plan(f"engine.extra.max-model-len={told}").max_tokens
+    assert found == (None if limit is None else ("engine.extra.max-model-len", limit))
+
+
+def test_the_name_of_an_entry_after_a_dot_stays_as_it_is(plan: Plan) -> None:
+    found = plan("engine.extra={'compilation_config.cudagraph_mode'='NONE'}")
+    assert found.argv[-2:] == ("--compilation-config.cudagraph_mode", "NONE")
+
+
 def test_false_is_the_flags_opposite() -> None:
     assert vllm.extra_flags({"enable_prefix_caching": False, "no-enable-chunked-prefill": False, "a": 1}) == {
         "no-enable-prefix-caching": True, "enable-chunked-prefill": True, "a": 1,

@@ -55,8 +55,12 @@ class Kind:
 
 
 def spelled(extra: Mapping[str, Any]) -> Flags:
-    """The entries of `engine.extra` with hyphens and without dashes before them."""
-    return {name.lstrip("-").replace("_", "-"): value for name, value in extra.items()}
+    """The entries of `engine.extra` with hyphens and without dashes before them.
+
+    What follows a dot is a field of that flag's value, and stays as it is.
+    """
+    parts = {name: name.lstrip("-").partition(".") for name in extra}
+    return {flag.replace("_", "-") + dot + entry: extra[name] for name, (flag, dot, entry) in parts.items()}
 
 
 def as_words(flags: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ _ALIASES: Mapping[str, str] = {
     "sc": "speculative-config",
     "tp": "tensor-parallel-size",
 }
+_SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _EXTRACTS = "speculation is what extracts hidden states: set capture.aux_layers instead"
 _SET_ELSEWHERE: Mapping[str, str] = {
     "host": "engine.url names host and port",
@@ -137,11 +139,17 @@ def max_tokens(extra: Mapping[str, Any], files: TargetFiles) -> tuple[str, int] 
     """The longest sample: one token less than vLLM's `max_model_len`, which is the target's own where it is not set."""
     flags = extra_flags(extra)
     if "max-model-len" in flags:
-        limit, field = flags["max-model-len"], "engine.extra.max-model-len"
+        limit, field = _as_number(flags["max-model-len"]), "engine.extra.max-model-len"
     else:
         config = files.text_config
         limit, field = config.get("max_position_embeddings"), "engine.extra.max-model-len (not set: the target's own)"
     return (field, limit - 1) if type(limit) is int and limit > 0 else None
+
+
+def _as_number(value: Any) -> Any:
+    """A number of tokens as vLLM reads it, which takes text like 2048, 2k (2,000) and 2K (2,048), too."""
+    found = re.fullmatch(r"(\d+)([kKmM]?)", value.strip()) if isinstance(value, str) else None
+    return value if found is None else int(found[1]) * _SUFFIXES[found[2]]
 
 
 def version_at(python: Path) -> str | None:
