@@ -353,6 +353,13 @@ def test_an_address_without_a_port_to_listen_at_is_refused(world: World, url: st
         world.plan(f"engine.url={url}")
 
 
+@pytest.mark.parametrize("url", ["http://me:s3cret@127.0.0.1:1", "https://me:s3cret@127.0.0.1:x"])
+def test_an_address_with_a_password_is_refused_and_not_shown(world: World, url: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.url holds a user name or a password") as caught:
+        world.plan(f"engine.url={url}")
+    assert "s3cret" not in str(caught.value)
+
+
 def test_a_quota_below_the_largest_sample_is_refused(world: World) -> None:
     make_table(world.root / "samples.parquet", [10, 300, 20])
     plan = world.plan()

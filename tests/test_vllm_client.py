@@ -256,6 +256,7 @@ def test_log_probabilities_are_found_by_token() -> None:
         ("http://", "names no host"),
         ("http://127.0.0.1:99999", "port 99999 is none"),
         ("http://user:s3cret@127.0.0.1:1", "holds a user name or a password"),
+        ("http://user:s3cret@127.0.0.1:x", "holds a user name or a password"),
     ],
 )
 def test_an_address_that_is_none_is_refused_without_a_traceback(url: str, why: str) -> None:

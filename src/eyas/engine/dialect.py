@@ -93,6 +93,7 @@ def ask_hello(dialect: Dialect, url: str) -> dict[str, Any]:
     # Several processes may ask at the same moment: the names of requests are never used twice.
     name = RequestName("0" * 16, secrets.randbelow(10**18), 1, staged.HELLO)
     path, body = dialect.request(name, [1], logprobs=False)
+    require_no_password(url)
     _require_address(url)
     try:
         with httpx.Client(base_url=url, timeout=30.0, verify=needs_certificates(url), trust_env=False) as client:
@@ -109,15 +110,20 @@ def ask_hello(dialect: Dialect, url: str) -> dict[str, Any]:
     return _hello_of(dialect, url, response, path, name) | limits
 
 
+def require_no_password(url: str) -> None:
+    """Raises ConfigError, which does not show it."""
+    # Whether the rest can be read as an address or not: what says that it cannot shows it.
+    if "@" in url:
+        raise ConfigError(
+            "engine.url holds a user name or a password, which would stand in logs and saved run files: leave it "
+            "out, and let the server listen where nobody else can reach it"
+        )
+
+
 def _require_address(url: str) -> None:
-    """Raises ConfigError, which does not show a password."""
+    """Raises ConfigError."""
     try:
         parsed = httpx.URL(url)
-        if parsed.userinfo:
-            raise ConfigError(
-                "engine.url holds a user name or a password, which would stand in logs and saved run files: leave it "
-                "out, and let the server listen where nobody else can reach it"
-            )
         host = parsed.host
         if "://" in url and not host:
             raise httpx.InvalidURL("it names no host")

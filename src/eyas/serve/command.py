@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from eyas.config import CaptureConfig, EngineConfig, ServeConfig, TargetConfig
+from eyas.engine.dialect import require_no_password
 from eyas.errors import ConfigError
 from eyas.records import DTYPE_BYTES, default_aux_layers
 from eyas.serve import sglang, vllm
@@ -167,6 +168,7 @@ def plan_server(
 
 def address(url: str) -> tuple[str, int]:
     """Host and port of `engine.url`. Raises ConfigError."""
+    require_no_password(url)
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
