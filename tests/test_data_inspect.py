@@ -164,6 +164,14 @@ def test_what_a_sample_says_stays_text_and_the_page_asks_for_nothing(tmp_path: P
     assert html.unescape(text).count(bad.sample_id) == 1
 
 
+def test_a_page_of_some_samples_says_how_many_there_are(tmp_path: Path) -> None:
+    tokenizer = small.tokenizer("chatml")
+    stored = table(tmp_path / "t.parquet", *(sample(f"text {i}", "text") for i in range(5)))
+    some = "".join(page.page(stored, inspect.select(stored, limit=3), tokenizer))
+    assert "<p>3 of 5 samples are shown; --limit and --sample choose them.</p>" in some
+    assert "are shown" not in "".join(page.page(stored, stored.samples(), tokenizer))
+
+
 def test_a_page_is_whole_or_not_there(tmp_path: Path) -> None:
     samples = [sample(f"text {i}", "text") for i in range(5)]
     stored = table(tmp_path / "t.parquet", *samples)

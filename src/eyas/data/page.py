@@ -75,9 +75,14 @@ def page(table: SampleTable, samples: Iterable[Sample], tokenizer: Tokenizer) ->
         "<p><mark>Marked</mark>: supervised, the target's own words. Plain: context. <i>↵</i> is a line feed. "
         "The pointer shows a token's place and id.</p>\n"
     )
+    num_shown = 0
     for sample in samples:
+        num_shown += 1
         yield f"<section>\n<h2>{html.escape(header(sample))}</h2>\n<pre>{''.join(_tokens(sample, tokenizer))}</pre>\n"
         yield "</section>\n"
+    if num_shown < metadata.num_kept:
+        # Said at the end: how many there are is known when they are written.
+        yield f"<p>{num_shown:,} of {metadata.num_kept:,} samples are shown; --limit and --sample choose them.</p>\n"
     yield "</body>\n</html>\n"
 
 
