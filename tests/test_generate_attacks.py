@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import html
 import json
 import math
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,26 @@ def test_no_detail_shows_the_key_however_json_spells_it(status: int, spell: Call
         assert SECRET[:9] not in outcome.detail and "ef-0123" not in outcome.detail, outcome
     outcome = classify(status, {"content-type": "text/html"}, told.encode(), Key(SECRET))
     assert "ef-0123" not in outcome.detail
+
+
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda key: urllib.parse.quote(key, safe=""),
+        lambda key: urllib.parse.quote(urllib.parse.quote(key, safe="").lower()),
+        html.escape,
+        lambda key: html.escape(html.escape(key)),
+        lambda key: "".join(f"&#{ord(letter)};" for letter in key),
+        lambda key: "".join(f"&#x{ord(letter):X};" for letter in key),
+        lambda key: "".join(f"\\x{ord(letter):02x}" for letter in key),
+    ],
+)
+def test_no_detail_shows_the_key_as_addresses_and_pages_spell_it(spell: Callable[[str], str]) -> None:
+    key = "sk-or/0123+abc\"d&e'f%=<>"
+    told = spell(key)
+    outcome: Any = classify(502, {"content-type": "text/html"}, f"<p>Bearer {told}, sent".encode(), Key(key))
+    assert outcome.detail == "status 502: <p>Bearer ***, sent"
+    assert not Key(key).is_in("sk-or%2F0123%2Babd") and Key(key).is_in(told)
 
 
 def test_names_that_hold_a_whole_key_are_masked_and_those_that_hold_a_short_one_are_not() -> None:

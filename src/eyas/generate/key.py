@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import urllib.parse
@@ -28,8 +29,7 @@ class Key:
 
     def __init__(self, text: str = "") -> None:
         self._text = text
-        # As it stands, and as JSON in JSON may spell it.
-        spelled = "".join(rf"(?:\\{{1,8}}u(?i:{ord(letter):04x})|\\{{0,8}}{re.escape(letter)})" for letter in text)
+        spelled = "".join(map(_spellings, text))
         self._spelled = re.compile(spelled) if text else None
 
     def __repr__(self) -> str:
@@ -50,6 +50,17 @@ class Key:
     def is_in(self, text: str) -> bool:
         """Whether it holds the key, and not by chance."""
         return self._spelled is not None and len(self._text) >= MIN_DISTINCT and bool(self._spelled.search(text))
+
+
+def _spellings(letter: str) -> str:
+    """A pattern for a letter as it stands, as JSON in JSON may spell it, and as addresses and HTML pages may."""
+    code = ord(letter)
+    names = [html.escape(letter)[1:-1], f"#0*{code}", f"#x0*{code:x}", *(["apos"] if letter == "'" else [])]
+    entity = "|".join(name for name in names if name)
+    return (
+        rf"(?:\\{{1,8}}(?i:u{code:04x}|x{code:02x})|%(?:25){{0,4}}(?i:{code:02x})"
+        rf"|&(?:amp;){{0,4}}(?i:{entity});|\\{{0,8}}{re.escape(letter)})"
+    )
 
 
 def is_secret_name(name: str) -> bool:
