@@ -364,9 +364,8 @@ def test_a_server_that_was_replaced_between_two_requests_is_noticed(world: World
     assert lengths(list(engine.capture(Batch([request(4)])))) == [4]
     world.servers[-1].kill()
     world.serve(layers=(0, 2, 3))  # nothing was in flight, so nothing broke
-    with pytest.raises(
-        EngineUnavailable, match=r"stages hidden\.0, hidden\.2, hidden\.3, last, not what it said of itself"
-    ):
+    what = r"stages hidden\.0, hidden\.2, hidden\.3, last as float32 of width 32, post-norm: not what it said of itself"
+    with pytest.raises(EngineUnavailable, match=what):
         list(engine.capture(Batch([request(5)])))
     with pytest.raises(ConfigError, match=r"came back different: aux_layers: \[1, 2, 3\] there, \[0, 2, 3\] here"):
         list(engine.capture(Batch([request(5)])))

@@ -134,8 +134,10 @@ class Asking:
         kind = {(dtype, shape[1]) for dtype, shape, _ in found.fields.values()}
         as_said = kind == {(spec.dtype, spec.hidden_size)} and set(found.fields) == set(spec.fields)
         if not as_said or found.last_hidden_norm != spec.last_hidden_norm:
+            told = ", ".join(sorted(f"{dtype} of width {width}" for dtype, width in kind))
             raise EngineUnavailable(
-                f"the server at {self._url} stages {', '.join(found.fields)}, not what it said of itself",
+                f"the server at {self._url} stages {', '.join(found.fields)} as {told}, {found.last_hidden_norm}-norm: "
+                "not what it said of itself",
                 engine=self._dialect.engine,
             )
 
