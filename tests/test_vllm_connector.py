@@ -147,8 +147,21 @@ def test_a_row_that_was_never_computed_is_told(staging: Path, run: staged.Run, c
     if clear:
         told = staged.failed(name.path(staging)).read_text()
         assert "row 5, one of 1, was never computed" in told
+        assert "padding" not in told
     else:  # with prefix caching blocks go on being used
         assert cache.tensor[2].any()
+
+
+def test_a_first_row_of_zeros_may_be_of_padding(staging: Path, run: staged.Run) -> None:
+    cache = Cache()
+    cache.fill(7, [2, 5])
+    cache.tensor[2, :, 0] = 0
+    subject = worker_of(cache, staging)
+    name = name_of(run, 7)
+    subject.save([Save("r", str(name), list(range(7)), [2, 5])])
+    subject.close()
+    told = staged.failed(name.path(staging)).read_text()
+    assert "row 0, one of 1, was never computed" in told and "begin with a token whose embedding is zero" in told
 
 
 def test_a_write_that_fails_is_told_and_frees_the_blocks(

@@ -136,7 +136,10 @@ class WorkerSide:
         beginnings = last.reshape(-1, self._width * size)[:, : LOOKED_AT * size]
         empty = np.flatnonzero(~beginnings.any(axis=1))
         if self._clear and len(empty):
-            raise StagedError(f"row {empty[0]}, one of {len(empty)}, was never computed: chunked prefill?")
+            # What sees zeros alone, in a model without biases, is zero although it was computed.
+            padded = " Or does the sample begin with a token whose embedding is zero, as that of padding may be?"
+            hint = "" if empty[0] else padded
+            raise StagedError(f"row {empty[0]}, one of {len(empty)}, was never computed: chunked prefill?{hint}")
 
     def _copy_now(self, save: Save, name: RequestName) -> dict[str, Bytes]:
         """The rows of each field, `[T * H * size]`, in this thread."""
