@@ -232,6 +232,13 @@ def test_a_server_that_contradicts_the_others_is_refused_by_its_address(
     assert other.url in str(caught.value) and "\n" not in str(caught.value) and not out.exists()
 
 
+def test_a_password_among_several_urls_is_refused_and_not_shown(target: Path) -> None:
+    urls = ("http://me:s3cret@127.0.0.1:1", "http://me:s3cret@127.0.0.1:1/")
+    with pytest.raises(ConfigError, match="a user name or a password") as caught:
+        open_servers(SglangEngine, TargetConfig(path=target), EngineConfig(kind="sglang", urls=urls), None)
+    assert "s3cret" not in str(caught.value)
+
+
 def test_one_staging_directory_for_two_servers_is_refused(fleet: Fleet, out: Path, table: SampleTable) -> None:
     first = fleet.add()
     second = fleet.add(staging=first.staging)

@@ -472,7 +472,6 @@ from eyas.capture.run import capture
 from eyas.config import CaptureConfig, EngineConfig, TargetConfig
 from eyas.data.table import SampleTable
 from eyas.engine.sglang.client import SglangEngine
-from eyas.engine.sglang.server import Sglang
 from eyas.log import Progress
 target, url, table, cfg = sys.argv[1:]
 engine = SglangEngine(

@@ -18,7 +18,7 @@ from eyas.config import EngineConfig, TargetConfig
 from eyas.engine.base import CaptureAnswer, CaptureFailure, CaptureRequest, Engine, EngineInfo, RequestSource
 from eyas.engine.client import ServerEngine, require_same
 from eyas.engine.dealing import Dealing, Member, Owed
-from eyas.engine.dialect import brief
+from eyas.engine.dialect import brief, require_no_password
 from eyas.errors import ConfigError, EngineError, EngineGone, EngineUnavailable, EngineWrong, EyasError
 from eyas.log import human_time
 
@@ -63,6 +63,8 @@ class Servers:
     ) -> None:
         """Raises ConfigError."""
         urls = [url.rstrip("/") for url in engine.urls]
+        for url in urls:
+            require_no_password(url)
         twice = [url for url, count in Counter(urls).items() if count > 1]
         if twice:
             raise ConfigError(f"engine.urls names {twice[0]} twice: give each server once")
